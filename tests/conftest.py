@@ -30,18 +30,18 @@ LONGEST = (
     "upgrade/test_rolling.py",
     "integration/test_least_privilege.py",
 )
-"""Files that take more than five minutes each. They come first: whoever gets one last has all others wait for it."""
+"""Test files that take more than five minutes each. They run first, so that no long file starts last."""
 
 FORKED = "forked"
 FORKS = pytest.StashKey[Forks]()
-"""Of the process that hands the tests out: where those that run them are forked."""
+"""Fork source of the test processes. Only the xdist controller has one."""
 
 SHARED = pytest.StashKey[Broker]()
-"""Of the process that hands the tests out: the Apache Kafka of all who run them. To start one costs as much as ten
-tests, and each compiles itself anew."""
+"""The Apache Kafka node that all test processes share. Only the xdist controller has one. A start of a node costs as
+much as ten tests."""
 
 ARCHIVE = pytest.StashKey[JvmClassArchive]()
-"""What the starts of all Apache Kafkas of the tests read."""
+"""JVM class archive that every Apache Kafka node of the tests reads at its start."""
 
 
 for name in ("pipeline", "schemas", "topics", "workers"):
@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         archived = config.stash[ARCHIVE].environment if ARCHIVE in config.stash else {}
         config.stash[FORKS] = Forks(config.args, archived)
         config.option.tx = [config.stash[FORKS].gateway] * len(config.option.tx)
-    hypothesis.settings.register_profile("rose", deadline=None)  # how fast it is says a benchmark
+    hypothesis.settings.register_profile("rose", deadline=None)  # benchmarks measure the time
     hypothesis.settings.load_profile("rose")
     config.addinivalue_line(
         "markers", "embedded_fault(reason): what the embedded broker cannot do; passing there is a failure"
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_configure_node(node: Any) -> None:
-    """Before a process that runs tests is started."""
+    """Pass the shared broker and the fork source to a new test process."""
     config: pytest.Config = node.config
     node.workerinput[FORKED] = config.stash[FORKS].place
     if ARCHIVE not in config.stash:
@@ -78,14 +78,14 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What takes minutes is not quick: `-m "not slow"` asks for none of it."""
+    """Mark every long test as slow, so that `-m "not slow"` selects no long test."""
     if item.get_closest_marker("long") is not None:
         item.add_marker(pytest.mark.slow)
 
 
-@pytest.hookimpl(trylast=True)  # pytest itself has ordered them by their brokers
+@pytest.hookimpl(trylast=True)  # pytest has already ordered the items by broker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+    """Run the longest files first."""
     places = {Path(__file__).parent / each: place for place, each in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
@@ -118,7 +118,7 @@ def _known_faults(request: pytest.FixtureRequest) -> None:
 def brokers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], AnyBroker]]:
-    """Starts a broker of each kind when it is first asked for, and stops them all at the end."""
+    """Start a broker of each kind at its first use, and stop all brokers at the end."""
     shared: dict[str, str] = getattr(request.config, "workerinput", {})
     with ExitStack() as running:
 
@@ -135,20 +135,20 @@ def brokers(
 
 @pytest.fixture(scope="session")
 def broker(broker_kind: str, brokers: Callable[[str], AnyBroker]) -> AnyBroker:
-    """A broker shared by all tests of the session: take a `namespace`, never kill it."""
+    """A broker that all tests of the session share. A test takes a `namespace` and never kills this broker."""
     return brokers(broker_kind)
 
 
 @pytest.fixture
 def own_broker(broker_kind: str, tmp_path: Path) -> Iterator[Broker]:
-    """A broker of this test alone, to kill and start again."""
+    """A broker for one test, which the test may kill and restart."""
     with start(broker_kind, tmp_path / "broker") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes of Apache Kafka, shared by the tests of a file: whoever kills one starts it again.
+    """Three nodes of Apache Kafka that the tests of a file share. A test that kills a node restarts the node.
 
     Mark its tests `slow`, and create topics with `replication_factor=3`.
     """
@@ -158,15 +158,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> ForkServer:
-    """Forks roles; what they import is imported once."""
+    """A fork server for roles. Modules are imported once."""
     return roles.fork_server()
 
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What this test puts before its topics, groups and transactional ids.
+    """Prefix of the topics, groups and transactional ids of one test.
 
-    Its topics on the shared broker are deleted in the end: the embedded one writes all that it holds once a second.
+    Topics on the shared broker are deleted at the end, because the embedded broker writes all its data once a second.
     """
     broker = request.getfixturevalue("broker") if "broker" in request.fixturenames else None
     namespace = f"t{uuid.uuid4().hex[:12]}."

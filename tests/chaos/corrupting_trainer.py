@@ -1,4 +1,4 @@
-"""`rose` with a disk or a wire that flips bytes: chunks of some policy versions are not what their manifests say."""
+"""`rose` with a disk or network that flips bytes: chunks of some policy versions differ from their manifests."""
 
 import os
 import random
@@ -13,14 +13,14 @@ from rose.topics.writer import Writer
 from tests.chaos.lending import CORRUPTION_SEED
 
 SHARE = 0.25
-"""Of the versions, that are spoilt."""
+"""Share of corrupted versions."""
 
 MOST_BYTES = 8
-"""That are flipped in each."""
+"""Largest number of flipped bytes per version."""
 
 
 def corrupt(dice: random.Random) -> None:
-    """From now on what this process writes of some versions is not what it has told the digest of."""
+    """Corrupt the chunks of some versions that this process writes from now on, after their digests are computed."""
     write, spoilt = Writer.write, {-1: False}
 
     def write_or_spoil(writer: Writer, topic: Any, record: Any, **more: Any) -> None:

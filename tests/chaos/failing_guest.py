@@ -1,4 +1,4 @@
-"""A scheduler for a serving engine whose guest fails at steps that a seed draws, for as long as a file is there."""
+"""A scheduler for a serving engine whose guest fails at steps drawn from a seed while a file exists."""
 
 import os
 import random
@@ -14,14 +14,14 @@ from rose.workers.executor.vllm.types import StepResult
 from tests.chaos.lending import GUEST_FAULTS
 
 MOST_STEPS = 300
-"""From one failure to the next."""
+"""Largest number of steps between two failures."""
 
 BEFORE = 0.5
-"""Share of the failures that come before the step; the others come after it, so that what it sampled is lost."""
+"""Share of failures before the step. The other failures come after the step and lose its sampled tokens."""
 
 
-class Untold(Exception):
-    """One that does not let itself be told."""
+class UnprintableError(Exception):
+    """An exception whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("nor does this")
@@ -31,8 +31,8 @@ def _out_of_memory() -> None:
     raise MemoryError
 
 
-def _untold() -> None:
-    raise Untold
+def _unprintable() -> None:
+    raise UnprintableError
 
 
 def _of_torch() -> None:
@@ -43,11 +43,11 @@ def _of_nobody() -> None:
     assert not "a guest that fails"
 
 
-KINDS: tuple[Callable[[], None], ...] = (_out_of_memory, _untold, _of_torch, _of_nobody)
+KINDS: tuple[Callable[[], None], ...] = (_out_of_memory, _unprintable, _of_torch, _of_nobody)
 
 
 class Failing(Scheduler):  # type: ignore[misc]
-    """Stands in a server by `--scheduler-cls`."""
+    """The scheduler. A server selects it by `--scheduler-cls`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

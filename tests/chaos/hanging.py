@@ -1,10 +1,10 @@
-"""What an operator does about a transaction whose end Apache Kafka has lost.
+"""The action of an operator on a transaction whose end Apache Kafka has lost.
 
-A lone node that comes up leads nothing for a moment; of a transaction that is ended just then it tells the partitions
-nothing, as if they had been deleted (KAFKA-20734; docs/operations/known-issues.md). A reader that waits for that end
-waits for ever, and says so: a person aborts the transaction, and what it may have committed there is lost. The
-tool for that is not among the libraries of Kafka that these tests are run with: here another transaction of the same id
-is aborted, which fences who writes under it.
+A lone node that starts leads no partition for a moment. It does not write the end of a transaction that ends just then,
+as if the partitions had been deleted (KAFKA-20734; docs/operations/known-issues.md). A reader that waits for that end
+waits forever and reports that: a person aborts the transaction, and records that it may have committed there are lost.
+The tool for the abort is not among the Kafka libraries of these tests: here another transaction of the same id is
+aborted, which fences the writer of this id.
 """
 
 import time
@@ -22,29 +22,29 @@ from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 from rose.topics.writer import Writer
 
 LOST = "these partitions are likely deleted already"
-"""What is said of it in the broker's log."""
+"""Text of the broker log about such a transaction."""
 
 UNDECIDED_SECONDS = 1.5 * TRANSACTION_MILLISECONDS / 1000
-"""The broker has ended by then what it knows to be open."""
+"""Time after which the broker has ended every open transaction that it knows."""
 
 SECONDS = 60.0
-"""Within which a broker that has come up answers who fences."""
+"""Time within which a started broker answers a fencing client, in seconds."""
 
 WRITERS: dict[str, tuple[Role, str]] = {
     "environment-0": (ENVIRONMENT, f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}environment-0"),
     "trainer": (TRAINER, f"{TRAINER_PREFIX}policy"),
 }
-"""By the name of a process, what it writes and under which transactional id."""
+"""Topics and transactional id of each process, by its name."""
 
 
 def lost_ends(broker_log: Path, settings: BusSettings, process: str) -> int:
-    """How often the broker says that it has ended a transaction of this process so."""
+    """Return how often the broker log reports a lost end of a transaction of this process."""
     whose = f"transaction markers for {settings.name(WRITERS[process][1])},"
     return sum(LOST in line and whose in line for line in broker_log.read_text(errors="replace").splitlines())
 
 
 def hangs(settings: BusSettings, process: str, partitions: Partitions) -> bool:
-    """Whether a transaction is open in a topic that this process writes for longer than the broker lets it be."""
+    """Whether a transaction of this process is open for longer than the broker allows."""
     try:
         await_transactions(settings, _places(process, partitions), seconds=UNDECIDED_SECONDS)
     except BusError as error:
@@ -55,7 +55,7 @@ def hangs(settings: BusSettings, process: str, partitions: Partitions) -> bool:
 
 
 def abort_hanging(settings: BusSettings, process: str, partitions: Partitions) -> None:
-    """Abort what hangs in any partition of the topics that this process, which has been killed, writes."""
+    """Abort the hanging transactions in all partitions of the topics that this killed process writes."""
     patient = time.monotonic() + SECONDS
     writing = Writer(
         settings, "operator", transactional_id=WRITERS[process][1], still_needed=lambda: time.monotonic() < patient

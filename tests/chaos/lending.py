@@ -1,9 +1,9 @@
-"""A run with a server that lends under its users' traffic, as real processes, and what is done to all but the server.
+"""A run with a lending server under user traffic, as real processes, and faults of all processes except the server.
 
 Keeps true
-- The seed draws every fault and its moment; the server itself, and its users, are never touched. Only
-  who has a transaction that hangs, whose end Apache Kafka says that it has lost, is killed, and that is aborted.
-- Whoever ends is started again; whatever happens, no process that was started here is left behind.
+- The seed draws every fault and its time. The server and its users are never faulted. Only a process with a hanging
+  transaction, whose end Kafka reports as lost, is killed, and the transaction is aborted.
+- Every ended process is restarted, and no started process is left behind.
 """
 
 import json
@@ -33,31 +33,32 @@ from tests.support.waiting import WAIT_SECONDS, until
 ROOT = Path(__file__).parents[2]
 
 UNCACHED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-"""On a CPU each new size of a step stays compiled, up to 1024 of them: 220 MB, in a server that lends nothing too."""
+"""On a CPU each new step size stays compiled, up to 1024 sizes: 220 MB, also in a server that does not lend."""
 
 DEDICATED, LENDER = 0, 1
-"""Inboxes."""
+"""Inbox numbers."""
 LENDER_NAME = f"executor-{LENDER}"
 
 GROUPS, GROUP_SIZE = 4000, 4
-"""More than can be done meanwhile."""
+"""More groups than the run can finish."""
 
 START_SECONDS = 4 * WAIT_SECONDS
-"""What a server may take to come up on a machine that has much else to do."""
+"""Time that a server may take to start on a busy machine."""
 STOP_SECONDS = 60.0
-"""What a process may take to leave."""
+"""Time that a process may take to stop."""
 
 BETWEEN_SECONDS = (5.0, 20.0)
-"""From one kill to the next."""
+"""Time between two kills."""
 AWAY_SECONDS = (0.3, 3.0)
-"""How long who was killed is away."""
+"""Time between a kill and the restart."""
 VICTIMS = ("trainer", "router", "broker")
 
 GUEST_FAULTS = "GUEST_FAULTS"
-"""The environment variable that names the file; while it is there guests fail (`failing_guest`). It has the seed."""
+"""Environment variable with the path of a file. While the file exists, guests fail (`failing_guest`). The file has the
+seed."""
 
 CORRUPTION_SEED = "CORRUPTION_SEED"
-"""That of the trainer whose chunks are spoilt (`corrupting_trainer`)."""
+"""Environment variable with the seed of the corrupting trainer (`corrupting_trainer`)."""
 
 CONFIG = """
 [run]
@@ -99,24 +100,24 @@ groups_per_step = 4
 minibatches = 1
 """
 LOOK_SECONDS = 0.2
-"""Between two looks at who has ended."""
+"""Time between two checks for ended processes."""
 AGAIN_SECONDS = 1.0
-"""As long as an orchestrator waits, at the least, with what has ended."""
+"""Shortest delay of an orchestrator before it restarts a process."""
 KV_CACHE_BYTES = 16 << 20
-"""Of the guest; the server has twice as much in all."""
+"""KV memory of the guest; the server has twice as much in total."""
 
 SERVING_TROUBLE = re.compile(r"\bERROR \d\d-\d\d (?!.*rose: guest_dropped)|Traceback|lending_disabled|Server Error")
-"""What must not be in the server's log."""
+"""Pattern that the server log must not match."""
 
 PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
-"""As CONFIG has them."""
+"""The partitions of CONFIG."""
 
 GUEST = re.compile(r"rose: guest_(built|dropped|suspended)")
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What the engine core holds at a moment."""
+class CoreResources:
+    """Resources of the engine core at one time."""
 
     threads: int
     descriptors: int
@@ -125,7 +126,7 @@ class Left:
 
 @dataclass(slots=True)
 class Run:
-    """All processes of a run on this machine. Used by one thread that lives as long as they should."""
+    """All processes of a run on this machine. Used by one thread that lives as long as the processes."""
 
     folder: Path
     broker: Broker
@@ -134,19 +135,19 @@ class Run:
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     ended: list[str] = field(default_factory=list)
-    """Who ended by itself, and what it said last."""
+    """Processes that ended by themselves, with their last log line."""
     lost: Counter[str] = field(default_factory=Counter)
-    """How often Kafka has said of each that it lost the end of a transaction of it."""
+    """Number of lost transaction ends by process."""
     port: int = 0
 
     def prepare(self) -> None:
-        """Topics, configuration, and prompts for longer than the run takes."""
+        """Create topics, configuration, and prompts for longer than the run."""
         create_topics(self.settings, PARTITIONS)
         self.guest_faults.write_text(str(self.seed))
         environment = SERVING | UNCACHED | {"PYTHONPATH": str(ROOT), GUEST_FAULTS: str(self.guest_faults)}
-        said = ", ".join(f'{name} = "{value}"' for name, value in environment.items())
-        wanted = CONFIG.format(folder=self.folder, environment=said, kv_cache_bytes=KV_CACHE_BYTES)
-        (self.folder / "rose.toml").write_text(wanted)
+        variables = ", ".join(f'{name} = "{value}"' for name, value in environment.items())
+        text = CONFIG.format(folder=self.folder, environment=variables, kv_cache_bytes=KV_CACHE_BYTES)
+        (self.folder / "rose.toml").write_text(text)
         prompt = {"group_size": GROUP_SIZE, "environment": "calculator"}
         lines = [json.dumps({"group_id": f"g{number}", "seed": number, **prompt}) for number in range(GROUPS)]
         (self.folder / "prompts.jsonl").write_text("\n".join(lines))
@@ -154,14 +155,14 @@ class Run:
 
     @property
     def guest_faults(self) -> Path:
-        """While it is there, guests fail."""
+        """The file that makes guests fail while it exists."""
         return self.folder / "guest-faults"
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
     def rose(self, *arguments: str) -> None:
-        """A command, to its end."""
+        """Run a command to its end."""
         command = [*self._command("rose.pipeline.cli.main"), *arguments, *self._common]
         ran = subprocess.run(
             command, env=self._environment, cwd=self.folder, capture_output=True, timeout=START_SECONDS
@@ -169,7 +170,7 @@ class Run:
         assert ran.returncode == 0, ran.stderr.decode()
 
     def start(self, name: str) -> None:
-        """A role under this name."""
+        """Start a role under this name."""
         program = "tests.chaos.corrupting_trainer" if name == "trainer" else "rose.pipeline.cli.main"
         command = [*self._command(program), *self._arguments(name)]
         with self.log(name).open("ab") as output:
@@ -186,8 +187,8 @@ class Run:
         if name == "users":
             return ["loadgen", f"http://127.0.0.1:{self.port}", *self._common]
         role, _, number = name.partition("-")
-        said = {"executor": ("--name", name), "environment": ("--number", number)}.get(role, ())
-        return [role, *said, *self._common]
+        own = {"executor": ("--name", name), "environment": ("--number", number)}.get(role, ())
+        return [role, *own, *self._common]
 
     def _command(self, program: str) -> list[str]:
         return [sys.executable, "-m", program]
@@ -202,7 +203,7 @@ class Run:
         return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", CORRUPTION_SEED: str(self.seed)}
 
     def gather(self) -> None:
-        """Start everybody; the server answers, and then its users come."""
+        """Start all processes. The users start once the server answers."""
         for name in ("lender", "router", "environment-0", "trainer", f"executor-{DEDICATED}"):
             self.start(name)
         server = self.processes["lender"]
@@ -211,7 +212,7 @@ class Run:
         self.start("users")
 
     def rage(self, seconds: float) -> None:
-        """Kill one after another for so long, each in turn in an order that the seed draws."""
+        """Kill processes in turn for the given time, in an order drawn from the seed."""
         dice = random.Random(f"lending {self.seed}")
         began = due = time.monotonic()
         victims: list[str] = []
@@ -221,7 +222,7 @@ class Run:
                 victims = victims or dice.sample(VICTIMS, len(VICTIMS))
                 self._kill(victims.pop(), dice.uniform(*AWAY_SECONDS))
                 due = time.monotonic() + dice.uniform(*BETWEEN_SECONDS)
-            time.sleep(LOOK_SECONDS)  # no event says that one of several processes has ended
+            time.sleep(LOOK_SECONDS)  # no event reports the end of one of several processes
 
     def _kill(self, victim: str, away_seconds: float) -> None:
         self.faults[f"kill {victim}"] += 1
@@ -237,13 +238,14 @@ class Run:
         self.start(victim)
 
     def tick(self) -> None:
-        """Start again who has ended; of the server and its users nobody may. End what hangs on Apache Kafka."""
+        """Restart ended processes; the server and its users must not end. Abort hanging transactions on Apache
+        Kafka."""
         for name, process in list(self.processes.items()):
             if process.poll() is not None:
                 last = self.log(name).read_text(errors="replace").splitlines()[-1:]
                 self.ended.append(f"{name} ended with status {process.returncode}: {''.join(last)}")
                 assert name not in ("lender", "users"), self.ended[-1]
-                time.sleep(AGAIN_SECONDS)  # as its orchestrator would
+                time.sleep(AGAIN_SECONDS)  # as an orchestrator would
                 self.start(name)
         if not self.broker.embedded:
             for name in WRITERS.keys() & self.processes.keys():
@@ -259,17 +261,17 @@ class Run:
             self.start(name)
 
     def wake(self) -> None:
-        """By a grant."""
+        """Wake the guest by a grant."""
         self.rose("grant", LENDER_NAME)
         self.until_guest("built")
 
     def park(self) -> None:
-        """By a grant, a guest that lends."""
+        """Park a lending guest by a grant."""
         self.rose("grant", LENDER_NAME, "--no-lend", "--reason", "test")
         self.until_guest("suspended")
 
     def until_guest(self, is_now: str) -> None:
-        """Wait until that was the last thing that happened to the guest."""
+        """Wait until the last logged event of the guest is this event."""
 
         def found() -> bool:
             self.tick()
@@ -277,24 +279,24 @@ class Run:
 
         until(found, START_SECONDS)
 
-    def said(self, text: str) -> int:
-        """How often the server's log says so."""
+    def count_logged(self, text: str) -> int:
+        """Return how often the server log contains the text."""
         return self.log("lender").read_text(errors="replace").count(text)
 
-    def left(self) -> Left:
-        """What the engine core holds now."""
+    def left(self) -> CoreResources:
+        """Return the resources of the engine core now."""
         children = psutil.Process(self.processes["lender"].pid).children(recursive=True)
         core = next(child for child in children if child.name().startswith("VLLM::Engin"))
-        return Left(core.num_threads(), core.num_fds(), core.memory_info().rss)
+        return CoreResources(core.num_threads(), core.num_fds(), core.memory_info().rss)
 
     def serving_troubles(self) -> Iterator[str]:
-        """Lines of the server's log that say that serving went wrong."""
+        """Yield lines of the server log that report a serving error."""
         for line in self.log("lender").read_text(errors="replace").splitlines():
             if SERVING_TROUBLE.search(line):
                 yield line
 
     def leave(self) -> dict[str, int]:
-        """Ask all to leave, the users first and the server last; the status with which each did."""
+        """Stop all processes, users first and the server last; return their exit statuses."""
         order = ["users", *(name for name in self.processes if name not in ("users", "lender")), "lender"]
         status = {}
         for name in order:
@@ -305,7 +307,7 @@ class Run:
         return status
 
     def close(self) -> None:
-        """Kill whatever is left."""
+        """Kill all remaining processes."""
         for process in self.processes.values():
             for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
                 child.kill()

@@ -1,7 +1,7 @@
-"""Executors join and leave in mid-step, stop, fall silent and freeze, lend and take back: nothing is lost or doubled.
+"""Executors join and leave during steps, stop, fall silent, freeze, lend and take back: no turn is lost or doubled.
 
-The executors are emulated (`bench.fleet`: the executor's contract on the real bus); router, environment worker,
-control app and broker are real. ROSE_CHAOS_SEED repeats a seed.
+The executors are emulated (`bench.fleet`: the executor's contract on the real bus). Router, environment worker, control
+app and broker are real. ROSE_CHAOS_SEED repeats a seed.
 """
 
 import os
@@ -41,10 +41,10 @@ CONTROL = {"lease_seconds": 6.0, "dwell_seconds": 2.0, "idle_seconds": 2.0, "mar
 
 GROUP_SIZE = 8
 FAULTS_SECONDS = 25.0
-"""From the prompts on: all that is done to executors."""
+"""Time of faults from the first prompt on."""
 
 UNTOUCHED = 1
-"""Dedicated executors to which nothing is done: no work waits for good."""
+"""Number of dedicated executors without faults, so that no work waits forever."""
 
 pytestmark = [
     pytest.mark.long,
@@ -91,7 +91,7 @@ def draw(dice: random.Random, spec: tuple[ExecutorSpec, ...]) -> tuple[PlannedAc
     ("kind", "executors", "groups"),
     [(EMBEDDED, 24, 12), (KAFKA, 64, 40)],
 )
-def test_executors_that_join_and_leave_in_mid_step_lose_and_double_nothing(
+def test_executors_that_join_and_leave_during_steps_lose_and_double_nothing(
     kind: str, executors: int, groups: int, tmp_path: Path
 ) -> None:
     print(f"ROSE_CHAOS_SEED={SEED}")
@@ -134,7 +134,7 @@ def check_log(settings: BusSettings, trajectories: int) -> None:
 
 
 def check_samples(samples: list[Sample]) -> None:
-    """Each turn is in its sample once, with the very tokens that it has wherever its parts were sampled."""
+    """Check that each turn is in its sample once, with the tokens of all its parts."""
     assert len({sample.trajectory_id for sample in samples}) == len(samples)
     for sample in samples:
         assert [turn.turn for turn in sample.turns] == list(range(len(sample.turns)))

@@ -1,7 +1,7 @@
-"""Whoever may write to one topic ends no process by it, whatever is written, and nobody believes weights unsigned.
+"""A client with write access to one topic ends no process and publishes no accepted weights, with any message.
 
-20,000 messages: odd, damaged, forged, huge and empty ones, to every topic and partition, under any headers, compressed
-in every way, made of what this run has on its own log. The seed is printed.
+20,000 messages: odd, damaged, forged, huge and empty, to every topic and partition, under any headers, in every
+compression, derived from the log of this run. The seed is printed.
 """
 
 import os
@@ -59,22 +59,22 @@ MESSAGES, ROUNDS, BOMBS = 20_000, 20, 20
 PARTITIONS = Partitions(home=2, slots=2, samples=1, chunks=1)
 NAMESPACE = "strangers."
 EXECUTOR = next(name for name in "abcdefgh" if inbox_slot(name, PARTITIONS.slots) == 0)
-"""Its inbox is the first; the other is nobody's."""
+"""Name of the executor in the first inbox. The other inbox has no executor."""
 
 GARBAGE = 300
-"""Requests that are none, to each role's metrics."""
+"""Number of invalid requests to the metrics of each role."""
 
 SILENT = 3 * MOST_LINES
-"""Lines to each that say nothing."""
+"""Number of silent connections to each role."""
 
 START_SECONDS, CALM_SECONDS, LEAVE_SECONDS = 600.0, 600.0, 60.0
-"""A forged heartbeat counts for a minute at most: what is asked for then ends within some."""
+"""A forged heartbeat counts for at most a minute, so a request ends within some minutes."""
 
 SEEN = 20
-"""Records of a topic that strangers make theirs of."""
+"""Number of genuine records per topic that the fuzzer derives messages from."""
 
 LOOK_SECONDS = 0.5
-"""How long one look for what is awaited lasts."""
+"""Duration of one poll."""
 
 Place = tuple[Topic, int, int]
 """Topic, partition and offset."""
@@ -82,14 +82,14 @@ Places = dict[Place, RawMessage]
 
 
 class Run:
-    """The roles of a run as their users start them."""
+    """The roles of a run, started as users start them."""
 
     def __init__(self, settings: BusSettings, folder: Path, fork_server: ForkServer) -> None:
         self.settings, self.folder, self.fork_server = settings, folder, fork_server
         key = folder / "key"
         self.public = make_keys(key)
         self.ports = dict(zip(("router", "trainer", "environment", "executor"), free_ports(4), strict=True))
-        said = {
+        settings_of_roles = {
             "run.folder": folder / "runs",
             "run.name": "fuzzed",
             "model.folder": MODEL,
@@ -105,14 +105,14 @@ class Run:
         }
         self.arguments = (
             *flags(settings),
-            *(word for name, value in said.items() for word in ("--set", f"{name}={value}")),
+            *(word for name, value in settings_of_roles.items() for word in ("--set", f"{name}={value}")),
         )
         self.roles: dict[str, ForkedProcess] = {}
         self._groups = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """All roles, until they are asked to leave; they do so well."""
+        """Run all roles; stop them at the end and assert exit status 0."""
         for role in self.ports:
             self.roles[role] = self.fork_server.start(
                 (role, *self.arguments), name=role, log=self.folder / f"{role}.log"
@@ -135,13 +135,13 @@ class Run:
         return (self.folder / f"{role}.log").read_text(errors="replace")
 
     def check(self) -> None:
-        """Nobody has ended, or raised what is not meant for a person."""
+        """Assert that no role has ended or printed a traceback."""
         ended = {role: process.poll() for role, process in self.roles.items() if process.poll() is not None}
         assert not ended, f"{ended}\n{self.words()}"
         assert not [role for role in self.ports if "Traceback" in self.log(role)], self.words()
 
     def finish_a_group(self, seconds: float) -> None:
-        """A prompt that somebody asks for in earnest comes to its end."""
+        """Submit a genuine prompt and wait for its end."""
         self._groups += 1
         prompt = Prompt(group_id=f"true-{self._groups}", group_size=2, environment="calculator", seed=self._groups)
         awaited = {f"{prompt.group_id}:{index}" for index in range(prompt.group_size)}
@@ -159,27 +159,27 @@ class Run:
                     if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                         awaited.discard(item.record.trajectory_id)
 
-    def bury(self, wanted: set[Place], seconds: float) -> None:
-        """Wait until these places are dead letters."""
-        found, deadline = DeadLetterIndex(self.settings, *(place[0] for place in wanted)), time.monotonic() + seconds
-        while left := [place for place in wanted if place[1:] not in found.places(place[0])]:
+    def dead_letter(self, expected: set[Place], seconds: float) -> None:
+        """Wait until the messages at these offsets are dead-lettered."""
+        found, deadline = DeadLetterIndex(self.settings, *(place[0] for place in expected)), time.monotonic() + seconds
+        while left := [place for place in expected if place[1:] not in found.places(place[0])]:
             self.check()
-            assert time.monotonic() < deadline, f"{len(left)} of {len(wanted)} are no dead letters: {left[:5]}"
+            assert time.monotonic() < deadline, f"{len(left)} of {len(expected)} are no dead letters: {left[:5]}"
             found.read()
 
     def look(self, *arguments: str) -> None:
-        """A command that reads the log takes whatever is there: no traceback."""
+        """Run a command that reads the log. It must accept every message without a traceback."""
         command = [sys.executable, "-P", "-m", "rose.pipeline.cli.main", *arguments, *self.arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
         assert "Traceback" not in done.stderr and done.returncode in (0, 1), (arguments, done.stderr[-3_000:])
 
 
 def spoiled(places: Places) -> Iterator[Place]:
-    """What its readers are to make dead letters of: what is no record, of the topics whose readers own them."""
+    """Return the offsets that readers must dead-letter: undecodable messages of topics whose readers own them."""
     for (topic, partition, offset), raw in places.items():
         assert topic.record is not None
         if topic not in (PROMPTS, REQUESTED, COMPLETED, SAMPLES, DISPATCHED):
-            continue  # a newest record that is none is passed over; a heartbeat is heard by who listens, or by nobody
+            continue  # an undecodable newest record is skipped, and heartbeats have no owning reader
         if topic is DISPATCHED and partition > 0:
             continue
         if raw.value is None:
@@ -192,22 +192,22 @@ def spoiled(places: Places) -> Iterator[Place]:
             yield topic, partition, offset
 
 
-class Crowd:
-    """Strangers at all topics, and what of theirs the broker has stored."""
+class FuzzedTopics:
+    """Fuzzed writes to all topics, and the offsets that the broker has stored."""
 
-    def __init__(self, settings: BusSettings, stranger: FuzzGenerator) -> None:
+    def __init__(self, settings: BusSettings, fuzz: FuzzGenerator) -> None:
         self.stored: Places = {}
         self.refused: Counter[str] = Counter()
-        self._settings, self._stranger = settings, stranger
-        plain = {**settings.client("stranger"), "message.max.bytes": 64 << 20}  # what is too large the broker refuses
+        self._settings, self._fuzz = settings, fuzz
+        plain = {**settings.client("stranger"), "message.max.bytes": 64 << 20}  # the broker refuses what is too large
         kinds = ("none", "lz4", "gzip", "zstd", "snappy")
         self._producers = [Producer({**plain, "compression.type": kind}) for kind in kinds]
 
     def write(self, count: int, bombs: int) -> None:
-        draw = self._stranger.draw
+        draw = self._fuzz.draw
         for number in range(count):
             topic = draw.choice(RECORD_TOPICS)
-            raw = self._stranger.bomb() if number < bombs else self._stranger.message(topic)
+            raw = self._fuzz.bomb() if number < bombs else self._fuzz.message(topic)
             self._produce(draw.choice(self._producers), topic, raw)
         for producer in self._producers:
             assert producer.flush(60) == 0
@@ -219,11 +219,11 @@ class Crowd:
             else:
                 self.refused[error.name()] += 1
 
-        partition = self._stranger.draw.randrange(PARTITIONS.count_of(topic.partition_setting))
+        partition = self._fuzz.draw.randrange(PARTITIONS.count_of(topic.partition_setting))
         name, headers = self._settings.topic(topic), list(raw.headers)
         try:
             producer.produce(name, raw.value, raw.key, partition=partition, headers=headers, on_delivery=stored)
-        except KafkaException as error:  # of its own client: no other one would send this either
+        except KafkaException as error:  # raised by the client itself; no other client would send the message
             if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
                 raise
             self.refused["before it was sent"] += 1
@@ -238,14 +238,14 @@ def versions_served(log: str) -> set[int]:
 
 
 def genuine_versions(run: Run) -> set[int]:
-    """Of the manifests that the trainer has signed."""
+    """Return the versions of the manifests that the trainer has signed."""
     trust = Trust("policy", run_id(NAMESPACE, "fuzzed"), public_key(run.public))
     found = (trust.verified(each) for each in read_whole_topics(run.settings, [MANIFESTS]))
     return {manifest.version for manifest in found if manifest is not None}
 
 
 def seen(settings: BusSettings) -> Iterator[Record]:
-    """What a stranger may have seen of this run: its newest records of every topic but the chunks, which are large."""
+    """Return the newest records of every topic except the large chunks, which the fuzzer may have seen."""
     for topic in RECORD_TOPICS:
         if topic is not CHUNKS:
             found = [each.record for each in read_whole_topics(settings, [topic]) if each.record is not None]
@@ -254,7 +254,7 @@ def seen(settings: BusSettings) -> Iterator[Record]:
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_no_stranger_ends_a_process_or_has_weights_believed(tmp_path: Path) -> None:
+def test_fuzzed_records_end_no_process_and_forge_no_weights(tmp_path: Path) -> None:
     print(f"ROSE_STRANGERS_SEED={SEED}")
     kind = KAFKA if os.environ.get("KAFKA_HOME") else EMBEDDED
     with start(kind, tmp_path / "broker") as broker, ForkServer(tmp_path) as fork_server:
@@ -263,13 +263,13 @@ def test_no_stranger_ends_a_process_or_has_weights_believed(tmp_path: Path) -> N
         run = Run(settings, tmp_path, fork_server)
         with run.running():
             run.finish_a_group(START_SECONDS)
-            crowd = Crowd(settings, FuzzGenerator(SEED, examples=(*EXAMPLES, *seen(settings))))
-            while len(crowd.stored) < MESSAGES:
-                crowd.write(MESSAGES // ROUNDS, BOMBS // ROUNDS)
+            fuzzed = FuzzedTopics(settings, FuzzGenerator(SEED, examples=(*EXAMPLES, *seen(settings))))
+            while len(fuzzed.stored) < MESSAGES:
+                fuzzed.write(MESSAGES // ROUNDS, BOMBS // ROUNDS)
                 run.check()
-            print(f"{len(crowd.stored)} messages of strangers are on the log; refused: {dict(crowd.refused)}")
-            wanted = set(spoiled(crowd.stored))
-            run.bury(wanted, CALM_SECONDS)
+            print(f"{len(fuzzed.stored)} messages of strangers are on the log; refused: {dict(fuzzed.refused)}")
+            expected = set(spoiled(fuzzed.stored))
+            run.dead_letter(expected, CALM_SECONDS)
             silent = [socket.create_connection(("127.0.0.1", port), 60) for port in [*run.ports.values()] * SILENT]
             for number, port in enumerate(run.ports.values()):
                 send_garbage(port, SEED + number, GARBAGE)
@@ -286,8 +286,8 @@ def test_no_stranger_ends_a_process_or_has_weights_believed(tmp_path: Path) -> N
             ):
                 run.look(*command)
             assert versions_served(run.log("executor")) <= genuine_versions(run)
-        with run.running():  # all that strangers wrote is read back
+        with run.running():  # the restart reads all fuzzed messages back
             run.finish_a_group(CALM_SECONDS)
         assert versions_served(run.log("executor")) <= genuine_versions(run)
         activated = run.log("executor").count("event=version_activated")
-        print(f"{len(wanted)} of them are dead letters, {activated} versions activated")
+        print(f"{len(expected)} of them are dead letters, {activated} versions activated")

@@ -1,4 +1,4 @@
-"""Roles of a `rose up` are killed in mid-run: its supervisor starts them again, and the run ends by itself."""
+"""Roles of a `rose up` are killed during the run: its supervisor restarts them, and the run ends by itself."""
 
 import os
 import random
@@ -27,9 +27,9 @@ ROLES = ("trainer", "router", "executor-0", "executor-1", "environment-0")
 GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 12, 8, 3
 KILLS = 2
 SETTLED_BETWEEN_KILLS = GROUPS_PER_STEP * GROUP_SIZE
-"""Outcomes that must have come since the last kill before the next: the run has found its feet again."""
+"""Number of outcomes between two kills, which shows that the run works again."""
 WAIT_SECONDS = 240.0
-"""A run that settles nothing for so long does not go on by itself."""
+"""A run without an outcome for so long does not recover by itself."""
 
 CONFIG = f"""
 [trainer]
@@ -48,7 +48,7 @@ chunk_partitions = 2
 
 
 class Run:
-    """A `rose up` in a process of its own, and what it has settled so far."""
+    """A `rose up` in its own process, and its number of outcomes so far."""
 
     def __init__(self, folder: Path, settings: BusSettings) -> None:
         self.settings = settings
@@ -72,7 +72,7 @@ class Run:
         self._reader: Reader | None = None
 
     def until_settled(self, trajectories: int) -> None:
-        """Follow the outcomes until so many have come."""
+        """Read outcomes until their number is reached."""
         deadline = time.monotonic() + WAIT_SECONDS
         while self.settled < trajectories:
             assert time.monotonic() < deadline, f"{self.settled} settled, then nothing:\n{self.output()}"
@@ -92,7 +92,8 @@ class Run:
             return []
 
     def kill(self, role: str) -> None:
-        """SIGKILL the process of this role, which is called so; a guard of a fork server has forked it."""
+        """Send SIGKILL to the process of this role, which has the name of the role. A guard of a fork server has forked
+        it."""
         for fork_server in children(self.process.pid):
             for child in (each for guard in children(fork_server) for each in children(guard)):
                 if Path(f"/proc/{child}/comm").read_text().strip() == role:
@@ -131,7 +132,7 @@ def run(tmp_path: Path, namespace: str) -> Iterator[Run]:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_the_run_ends_and_the_law_holds_whoever_is_killed(run: Run) -> None:
+def test_run_ends_and_the_law_holds_under_kills_of_any_role(run: Run) -> None:
     seed = int(os.environ.get("ROSE_CHAOS_SEED", random.SystemRandom().randrange(2**32)))
     print(f"ROSE_CHAOS_SEED={seed}")
     dice = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Whatever becomes of the run around a server that lends, and of its guest, its users notice nothing.
+"""Faults of the run around a lending server, and of its guest, do not reach the users of the server.
 
 ROSE_CHAOS_SEED repeats a seed.
 """
@@ -21,16 +21,16 @@ from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.requests import read_request_log
-from tests.chaos.lending import LENDER_NAME, Left, Run
+from tests.chaos.lending import LENDER_NAME, CoreResources, Run
 from tests.support.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, start
 
 TRAFFIC_SECONDS = 600.0
-"""Of users' requests, with a fault every few seconds."""
+"""Duration of the user traffic, with a fault every few seconds."""
 
 WAKES = 10
 
 GROWN_BYTES = 8 << 20
-"""What ten wakes and parks may leave in the engine core's memory: half of one guest's cache."""
+"""Memory that ten wakes and parks may leave in the engine core: half of the cache of one guest."""
 
 pytestmark = [
     pytest.mark.long,
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 OURS = re.compile(r"rose:|/workers/|/schemas/")
-"""In a line of trouble that is not vLLM's alone."""
+"""Pattern of error lines that are not vLLM's alone."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
             running.close()
 
 
-def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_lends(run: Run) -> None:
+def test_faults_of_run_and_guest_do_not_reach_users_of_a_lending_server(run: Run) -> None:
     run.gather()
     began = time.time()
     run.rage(TRAFFIC_SECONDS)
@@ -69,12 +69,12 @@ def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_le
         run.wake()
         run.park()
         left.append(run.left())
-    troubles = list(run.serving_troubles())
+    errors = list(run.serving_troubles())
     status = run.leave()
     tell(run, began, left)
 
-    assert troubles == []
-    since = list(run.serving_troubles())  # as it leaves vLLM may call its engine dead, which it ends itself
+    assert errors == []
+    since = list(run.serving_troubles())  # a stopping vLLM may report the engine that it ends as dead
     assert [line for line in since if OURS.search(line)] == []
     waits = read_request_log(run.folder / "faults")
     assert [each.error for each in waits if each.error] == []
@@ -86,22 +86,22 @@ def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_le
     assert left[WAKES].resident_bytes - left[2].resident_bytes < GROWN_BYTES
 
     assert min(run.faults.values()) >= 3 and len(run.faults) == 3
-    assert run.said("guest_dropped") >= 3
-    assert run.said("version_refused") >= 1
+    assert run.count_logged("guest_dropped") >= 3
+    assert run.count_logged("version_refused") >= 1
     assert results(run.settings)[LENDER_NAME, TurnOutcome.COMPLETED] > 100
-    if not run.broker.embedded:  # that one loses what it had not saved when it was killed
+    if not run.broker.embedded:  # the embedded broker loses unsaved records when killed
         audit = audit_log(run.settings)
         assert (audit.lost, audit.doubled, audit.unasked) == ((), (), ())
 
 
-def tell(run: Run, began: float, left: list[Left]) -> None:
+def tell(run: Run, began: float, left: list[CoreResources]) -> None:
     waits = read_request_log(run.folder / "faults")
     first = sorted(each.first_token_seconds for each in waits if each.first_token_seconds is not None)
     lines = [
         f"{run.broker.name}, seed {run.seed}: {time.time() - began:.0f} s, {dict(run.faults)}, "
-        f"{run.said('guest_dropped')} guests dropped, {run.said('guest_built')} built, "
+        f"{run.count_logged('guest_dropped')} guests dropped, {run.count_logged('guest_built')} built, "
         f"{run.log('trainer').read_text().count('spoilt version')} versions spoilt, "
-        f"{run.said('version_refused')} refused by the lender",
+        f"{run.count_logged('version_refused')} refused by the lender",
         f"{len(waits)} requests, {sum(bool(each.error) for each in waits)} failed, "
         f"TTFT p50 {first[len(first) // 2]:.3f} s, p99 {first[len(first) * 99 // 100]:.3f} s",
         f"turns: { {f'{worker} {outcome.value}': many for (worker, outcome), many in results(run.settings).items()} }",
@@ -112,7 +112,7 @@ def tell(run: Run, began: float, left: list[Left]) -> None:
 
 
 def results(settings: BusSettings) -> Counter[tuple[str | None, TurnOutcome]]:
-    """How many turns each worker answered, and how."""
+    """Return the number of turns by worker and outcome."""
     reader, found = (
         Reader(settings, "chaos", group="chaos", report_ends=True),
         Counter[tuple[str | None, TurnOutcome]](),

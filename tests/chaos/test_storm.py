@@ -1,6 +1,6 @@
-"""A storm over real roles and a real broker: the law holds after it, and nothing stalled in it.
+"""A storm over real roles and a real broker: afterwards the law holds, and no stall occurred.
 
-A long one has a server that lends among its executors, and a control app; in two cells it moves executors between them.
+A long storm has a lending server among its executors, and a control app, which moves executors between two cells.
 
 ROSE_CHAOS_SEED repeats a seed.
 """
@@ -18,13 +18,13 @@ from tests.support.storm.run import LEAST_ASKED, blow
 from tests.support.storm.shape import Shape, leaving
 from tests.support.storm.stalls import SESSION_SECONDS
 
-# Any number, but the same one in all processes of pytest-xdist, which must collect the same tests.
+# Any number that is the same in all processes of pytest-xdist, which must collect the same tests.
 FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)
 FIRST_SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))
 
 LEFT = "has left group through explicit `LeaveGroup` request"
 EXPIRED = "has failed, removing it from the group"
-"""What a coordinator says of a member that left, and of one whose session was over."""
+"""Log text of a coordinator about a member that left, and about a member whose session expired."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,36 +44,36 @@ def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1
     assert not report.breaches, str(report)
 
 
-# One short storm a suite: where there is an Apache Kafka, on that, which can do more.
+# One short storm per suite: on Apache Kafka if installed, because it supports more faults.
 @pytest.mark.parametrize("kind", [KAFKA, pytest.param(EMBEDDED, marks=IF_KAFKA)])
-def test_after_a_short_storm_the_law_holds_and_nothing_stalled(kind: str, tmp_path: Path) -> None:
+def test_law_holds_without_stalls_after_a_short_storm(kind: str, tmp_path: Path) -> None:
     storm(FIRST_SEED, kind, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(FIRST_SEED + 1, FIRST_SEED + 4))
-def test_after_a_long_storm_the_law_holds_and_nothing_stalled(seed: int, tmp_path: Path) -> None:
+def test_law_holds_without_stalls_after_a_long_storm(seed: int, tmp_path: Path) -> None:
     storm(seed, KAFKA, tmp_path, rounds=2, cells=1 + seed % 2)
 
 
 @pytest.mark.long
-def test_thirty_that_are_asked_to_leave_are_gone_in_time_and_no_turn_waits_for_a_session(tmp_path: Path) -> None:
-    """At random moments, while others join: of routers, environment workers, executors, a trainer and a lender."""
+def test_thirty_stopped_processes_end_in_time_and_no_turn_waits_for_a_session(tmp_path: Path) -> None:
+    """Routers, environment workers, executors, a trainer and a lender are stopped at random times while others join."""
     print(f"ROSE_CHAOS_SEED={FIRST_SEED}")
     with start_nodes(tmp_path / "broker") as broker:
         report = blow(tmp_path / "roles", draw(FIRST_SEED, leaving(30)), broker)
-        said = [line for node in broker.nodes for line in node.log.read_text(errors="replace").splitlines()]
+        log_lines = [line for node in broker.nodes for line in node.log.read_text(errors="replace").splitlines()]
     print(report)
     assert not report.breaches and not report.crashes, str(report)
     assert report.asked_to_leave >= LEAST_ASKED * 30 and report.left.keys() == {0}, (report.faults, report.left)
     assert report.attempts_at_fault == 0, "an executor that left was waited for"
     members = report.faults["leave environment"] + report.faults["leave router"]
-    assert sum(LEFT in line for line in said) >= members > 0
-    assert not [line for line in said if EXPIRED in line], "a member that left was waited for"
+    assert sum(LEFT in line for line in log_lines) >= members > 0
+    assert not [line for line in log_lines if EXPIRED in line], "a member that left was waited for"
     for role, seconds in report.waits.items():
         assert seconds < SESSION_SECONDS[role], (role, seconds)
 
 
 @pytest.mark.long
-def test_after_a_long_storm_on_the_embedded_broker_too(tmp_path: Path) -> None:
+def test_law_holds_without_stalls_after_a_long_storm_on_the_embedded_broker(tmp_path: Path) -> None:
     storm(FIRST_SEED + 4, EMBEDDED, tmp_path, rounds=2)

@@ -1,6 +1,7 @@
-"""Publisher and receiver killed with -9 at random points: whoever lives, joins late or was slow ends at the same bits.
+"""Publisher and receiver are killed with SIGKILL at random points: every surviving, late or slow receiver ends with the
+same bits.
 
-ROSE_CHAOS_SEEDS says how many seeds run (2 unless told), ROSE_CHAOS_SEED which is the first.
+ROSE_CHAOS_SEEDS is the number of seeds (2 by default), ROSE_CHAOS_SEED the first.
 """
 
 import multiprocessing
@@ -36,34 +37,34 @@ KILLS = 4
 WAIT_SECONDS = 90.0
 SHAPES = {"embed": (1200, 700), "norm": (64,), "scale": ()}
 
-# Any number, but the same one in all processes of pytest-xdist, which must collect the same tests.
+# Any number that is the same in all processes of pytest-xdist, which must collect the same tests.
 FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)
 FIRST_SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("ROSE_CHAOS_SEEDS", "2")))
 
 
 def tensors_at(seed: int, version: int) -> dict[str, Tensor]:
-    """The trainer's tensors: any process can tell what a version must be."""
+    """Return the tensors of a version, which any process can compute."""
     generator = torch.Generator().manual_seed(seed)
     start = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return {name: (tensor * (1 + 3e-4 * version)).bfloat16() for name, tensor in start.items()}
 
 
 def store_in(folder: str, seed: int) -> AnchorStore | None:
-    """Every other seed has its anchors in a store."""
+    """Return the anchor store; every other seed has one."""
     return AnchorStore(folder) if seed % 2 else None
 
 
-def publish(settings: BusSettings, folder: str, seed: int, last: int, said: Connection) -> None:
-    """Go on from the newest version on the log to `last`."""
+def publish(settings: BusSettings, folder: str, seed: int, last: int, connection: Connection) -> None:
+    """Publish versions from the newest on the log to `last`."""
     publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY, store=store_in(folder, seed))
     for version in range(publisher.next_version, last + 1):
         publisher.publish(tensors_at(seed, version).items(), version).result()
-        said.send(version)
+        connection.send(version)
 
 
-def receive(settings: BusSettings, folder: str, seed: int, said: Connection) -> None:
-    """Say of every staged version whether it is what it must be, until the last."""
+def receive(settings: BusSettings, folder: str, seed: int, connection: Connection) -> None:
+    """Report for every staged version whether it is correct, up to the last."""
     trust = make_trust(settings, MODEL, WeightsConfig())
     receiver = WeightReceiver(settings, trust, shapes=SHAPES, store=store_in(folder, seed))
     receiver.start()
@@ -73,11 +74,11 @@ def receive(settings: BusSettings, folder: str, seed: int, said: Connection) -> 
         assert staged is not None
         version = staged.version
         exact = all(torch.equal(staged.tensors[name], tensor) for name, tensor in tensors_at(seed, version).items())
-        said.send((version, exact))
+        connection.send((version, exact))
 
 
-class Child:
-    """A process that can be killed and started again."""
+class ReceiverProcess:
+    """A process that can be killed and restarted."""
 
     def __init__(self, target: object, *arguments: object) -> None:
         self._target, self._arguments = target, arguments
@@ -86,27 +87,27 @@ class Child:
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "rose.workers.weights.publish", "rose.workers.weights.receive"])
-        self.heard, said = context.Pipe(duplex=False)
-        self.process: ForkServerProcess = context.Process(target=self._target, args=(*self._arguments, said))  # type: ignore[arg-type]
+        self.received, connection = context.Pipe(duplex=False)
+        self.process: ForkServerProcess = context.Process(target=self._target, args=(*self._arguments, connection))  # type: ignore[arg-type]
         self.process.start()
-        said.close()
+        connection.close()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join(WAIT_SECONDS)
 
     def messages(self) -> Iterator[object]:
-        """What it says, until it ends or is killed."""
-        while self.heard.poll(WAIT_SECONDS):
+        """Yield the messages of the process until it ends or is killed."""
+        while self.received.poll(WAIT_SECONDS):
             try:
-                yield self.heard.recv()
+                yield self.received.recv()
             except EOFError:
                 return
         raise AssertionError("the process says nothing")
 
 
 @contextmanager
-def children(*found: Child) -> Iterator[None]:
+def children(*found: ReceiverProcess) -> Iterator[None]:
     try:
         yield
     finally:
@@ -114,10 +115,10 @@ def children(*found: Child) -> Iterator[None]:
             child.kill()
 
 
-def check_to_the_end(receiver: Child, *heard: object) -> None:
-    """Of all that it says, after what was heard of it already."""
+def check_to_the_end(receiver: ReceiverProcess, *received: object) -> None:
+    """Check all messages of the process, after those already read."""
     versions = []
-    for message in chain(heard, receiver.messages()):
+    for message in chain(received, receiver.messages()):
         assert isinstance(message, tuple)
         version, exact = message
         assert exact, f"version {version} is not what was published"
@@ -129,7 +130,7 @@ def check_to_the_end(receiver: Child, *heard: object) -> None:
 @kafka_first
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whoever_is_left_stands_at_the_last_version(
+def test_surviving_receivers_have_the_last_version(
     broker: AnyBroker, namespace: str, tmp_path: Path, seed: int
 ) -> None:
     print(f"seed {seed}: ROSE_CHAOS_SEED={seed} repeats it")
@@ -137,13 +138,17 @@ def test_whoever_is_left_stands_at_the_last_version(
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
     arguments = (settings, str(tmp_path), seed)
-    # The first version alone to begin with: who hears of all at once would have ended before it can be stopped.
-    beginning, receiver, slow = Child(publish, *arguments, 0), Child(receive, *arguments), Child(receive, *arguments)
+    # At first only version 1 is published: a receiver of all versions at once would end before the stop.
+    beginning, receiver, slow = (
+        ReceiverProcess(publish, *arguments, 0),
+        ReceiverProcess(receive, *arguments),
+        ReceiverProcess(receive, *arguments),
+    )
     with children(beginning, receiver, slow):
         first = next(slow.messages())
         os.kill(slow.process.pid or 0, signal.SIGSTOP)
         assert list(beginning.messages()) == [0]
-        publisher = Child(publish, *arguments, LAST)
+        publisher = ReceiverProcess(publish, *arguments, LAST)
         with children(publisher):
             for _ in range(KILLS):
                 victim = moments.choice((publisher, receiver))
@@ -156,7 +161,7 @@ def test_whoever_is_left_stands_at_the_last_version(
             publisher.process.join(WAIT_SECONDS)
             newest = newest_manifest(settings, make_trust(settings, MODEL, WeightsConfig()))
             assert newest is not None and newest.version == LAST
-            late = Child(receive, *arguments)
+            late = ReceiverProcess(receive, *arguments)
             with children(late):
                 check_to_the_end(receiver)
                 check_to_the_end(slow, first)

@@ -1,4 +1,5 @@
-"""Plain confluent-kafka in few words, for tests of a broker. Waits for events with a deadline, never for time."""
+"""Short helpers around plain confluent-kafka for tests of a broker. They wait for events with a deadline and never for
+time."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,18 +11,18 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 WAIT_SECONDS = 30
-"""A broker that needs longer for anything that is not marked slow is broken."""
+"""A broker that takes longer for anything not marked slow is broken."""
 
 FAULT_SECONDS = 10
-"""What a broker is known not to do it has not done by then; whoever does it has, but on the busiest of machines."""
+"""Time after which a known missing capability of a broker counts as missing."""
 
 LARGEST_BYTES = 900 * 1024
-"""Of a record's value, by ROSE's own bound."""
+"""Size of a record value, within ROSE's own bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One test's corner of a broker, with the client settings that ROSE's own clients have."""
+    """The namespace of one test on a broker, with the client settings of ROSE's own clients."""
 
     bootstrap: str
     namespace: str
@@ -33,7 +34,7 @@ class Cluster:
         return AdminClient(self.client())
 
     def topic(self, name: str, partitions: int = 1, **config: Any) -> str:
-        """Create a topic (`_` in a setting stands for a dot) and wait for its leaders; its full name."""
+        """Create a topic (`_` in a setting stands for a dot) and wait for its leaders; return its full name."""
         full = self.namespace + name
         admin = self.admin()
         settings = {key: str(value) for key, value in _dotted(config).items()}
@@ -43,7 +44,7 @@ class Cluster:
         def leaders_answer() -> bool:
             try:
                 return all(future.result().offset >= 0 for future in admin.list_offsets(places).values())
-            except KafkaException:  # Apache Kafka has many words for "not yet" in the first tenths of a second
+            except KafkaException:  # Apache Kafka reports "not yet" with many errors in the first tenths of a second
                 admin.poll(0.05)
                 return False
 
@@ -80,14 +81,14 @@ class Cluster:
         return Consumer(self.client(**settings))
 
     def send(self, topic: str, values: Iterable[bytes | None], *, partition: int = 0, **more: Any) -> list[Message]:
-        """Produce to one partition; what the broker acknowledged, in order."""
+        """Produce to one partition; return the acknowledged messages in order."""
         producer = _sender(self.bootstrap)
         messages = produce(producer, topic, values, partition=partition, **more)
         assert producer.flush(WAIT_SECONDS) == 0
         return messages
 
     def read(self, topic: str, *, partition: int = 0, offset: int = 0, **more: Any) -> list[Message]:
-        """Everything from `offset` to the end that this isolation level sees."""
+        """Return all messages from `offset` to the end that this isolation level shows."""
         consumer = self.consumer(**more)
         consumer.assign([TopicPartition(topic, partition, offset)])
         try:
@@ -101,12 +102,13 @@ class Cluster:
 
 @cache
 def _sender(bootstrap: str) -> Producer:
-    """One producer for all that only need records to be there: a new idempotent one takes half a second to begin."""
+    """Return one producer for all simple writes: a new idempotent producer takes half a second to start."""
     return Cluster(bootstrap, "").producer()
 
 
 def until(condition: Callable[[], bool], *, what: str, seconds: float | None = None) -> None:
-    """Ask until it holds. The condition itself waits (for a poll, a process); this only keeps the deadline."""
+    """Poll until the condition holds. The condition itself waits (for a poll, a process); this function only keeps the
+    deadline."""
     seconds = WAIT_SECONDS if seconds is None else seconds
     deadline = time.monotonic() + seconds
     while not condition():
@@ -116,7 +118,7 @@ def until(condition: Callable[[], bool], *, what: str, seconds: float | None = N
 def produce(
     producer: Producer, topic: str, values: Iterable[bytes | None], *, partition: int = 0, **more: Any
 ) -> list[Message]:
-    """Hand values over; the list fills with acknowledged messages as the producer polls or flushes."""
+    """Produce values. The list fills with acknowledged messages as the producer polls or flushes."""
     delivered: list[Message] = []
 
     def on_delivery(error: KafkaError | None, message: Message) -> None:
@@ -135,7 +137,8 @@ def produce(
 
 
 def read_to_end(consumer: Consumer) -> list[Message]:
-    """What an assigned consumer with `enable.partition.eof` reads until every partition has said that it ends."""
+    """Return the messages of an assigned consumer with `enable.partition.eof` until every partition has reported its
+    end."""
     waiting = {(place.topic, place.partition) for place in consumer.assignment()}
     messages: list[Message] = []
     deadline = time.monotonic() + WAIT_SECONDS
@@ -155,13 +158,13 @@ def read_to_end(consumer: Consumer) -> list[Message]:
 
 
 def poll_all(consumers: Sequence[Consumer], seconds: float = 0.05) -> list[Message]:
-    """One poll of each member of a group: keeps them all in it. Only records are returned."""
+    """Poll each member of a group once, which keeps all members in it. Only records are returned."""
     polled = [consumer.poll(seconds) for consumer in consumers]
     return [message for message in polled if message is not None and message.error() is None]
 
 
 def owned(consumer: Consumer, topic: str) -> set[int]:
-    """The partitions of `topic` that the consumer has."""
+    """Return the partitions of `topic` that the consumer owns."""
     return {place.partition for place in consumer.assignment() if place.topic == topic}
 
 

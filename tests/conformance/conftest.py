@@ -1,4 +1,4 @@
-"""The corner of the broker that one conformance test works in."""
+"""The broker namespace of one conformance test."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A long partition is read in pieces of the size that the reader asks for; one with nothing new is asked seldom."""
+"""A long partition is read in pieces of the requested size; a partition without new records is fetched rarely."""
 
 import json
 import random
@@ -24,8 +24,8 @@ def whole(cluster: Cluster, topic: str, **limits: int) -> list[int]:
     return [int(message.value()[:4]) for message in cluster.read(topic, **limits)]
 
 
-def test_a_backlog_is_read_with_room_to_receive_it(cluster: Cluster, backlog: str) -> None:
-    """With the limits that ROSE's readers have: they take an answer far larger than they asked for."""
+def test_backlog_is_read_with_a_large_enough_receive_buffer(cluster: Cluster, backlog: str) -> None:
+    """The limits are those of ROSE's readers, which accept responses far larger than requested."""
     limits = {"fetch_message_max_bytes": 4 * 2**20, "receive_message_max_bytes": 512 * 2**20}
     assert whole(cluster, backlog, **limits) == list(range(RECORDS))
 
@@ -34,7 +34,7 @@ def test_a_backlog_is_read_with_room_to_receive_it(cluster: Cluster, backlog: st
     "ignores fetch limits: one answer holds the whole partition, and a reader with less room for it stops",
     raises=(KafkaException, AssertionError),
 )
-def test_a_fetch_is_no_larger_than_was_asked_for(cluster: Cluster, backlog: str) -> None:
+def test_fetch_is_no_larger_than_requested(cluster: Cluster, backlog: str) -> None:
     limits = {
         "fetch_message_max_bytes": 2**20,
         "fetch_max_bytes": 2 * 2**20,
@@ -45,18 +45,18 @@ def test_a_fetch_is_no_larger_than_was_asked_for(cluster: Cluster, backlog: str)
 
 
 @pytest.mark.embedded_fault("answers an empty fetch at once: a waiting reader asks without end", raises=AssertionError)
-def test_a_fetch_of_nothing_is_held(cluster: Cluster) -> None:
-    """As long as the reader says: two a second, and some more at the start."""
-    told: list[int] = []
+def test_fetch_without_records_is_held(cluster: Cluster) -> None:
+    """The broker holds a fetch as long as the reader allows: two fetches a second, and some more at the start."""
+    reported: list[int] = []
 
     def statistics(text: str) -> None:
         brokers = json.loads(text)["brokers"].values()
-        told.append(sum(broker["req"].get("Fetch", 0) for broker in brokers))
+        reported.append(sum(broker["req"].get("Fetch", 0) for broker in brokers))
 
     topic = cluster.topic("quiet")
     often: dict[str, Any] = {"statistics_interval_ms": 500, "stats_cb": statistics}
     consumer = cluster.consumer(fetch_wait_max_ms=500, **often)
     consumer.assign([TopicPartition(topic, 0, 0)])
-    until(lambda: consumer.poll(0.1) is None and len(told) > 4, what="statistics")
+    until(lambda: consumer.poll(0.1) is None and len(reported) > 4, what="statistics")
     consumer.close()
-    assert told[-1] < 100
+    assert reported[-1] < 100

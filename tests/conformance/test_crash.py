@@ -21,7 +21,7 @@ EMBEDDED_LOSES = "saves its whole state about once a second: killed, it loses wh
 
 @pytest.fixture(scope="module")
 def own_broker(broker_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    """One broker for all that is killed and stopped here: each test looks at its own topics."""
+    """One broker for all tests that kill or stop it. Each test checks its own topics."""
     with start(broker_kind, tmp_path_factory.mktemp("own")) as running:
         yield running
 
@@ -32,7 +32,7 @@ def own(own_broker: Broker, namespace: str) -> Cluster:
 
 
 class Acknowledged:
-    """Sends numbered records and remembers where the broker said that they are."""
+    """Sends numbered records and remembers the acknowledged offsets."""
 
     def __init__(self, producer: Producer, topic: str) -> None:
         self.producer = producer
@@ -55,8 +55,8 @@ class Acknowledged:
 
 
 @pytest.mark.embedded_fault(EMBEDDED_LOSES, raises=AssertionError)
-def test_nothing_acknowledged_is_lost_and_nothing_doubled(own: Cluster, own_broker: Broker) -> None:
-    """The producer sends all the while, and goes on by itself."""
+def test_acknowledged_records_survive_once(own: Cluster, own_broker: Broker) -> None:
+    """The producer sends continuously and recovers by itself."""
     run = Acknowledged(own.producer(message_timeout_ms=120_000), own.topic("stream"))
     while len(run.places) < RECORDS:
         run.send()
@@ -77,7 +77,7 @@ def test_committed_transactions_survive_with_their_offsets(own: Cluster, own_bro
     source, sink = own.topic("source"), own.topic("sink")
     for steps in (10, 20):
         producer, consumer = own.transactional("worker"), own.consumer("steps")
-        # A coordinator that is still coming up can hold send_offsets_to_transaction for good (librdkafka #5456).
+        # A coordinator that is still starting can block send_offsets_to_transaction forever (librdkafka #5456).
         _committed(consumer, source)
         for step in range(steps - 10, steps):
             producer.begin_transaction()
@@ -86,8 +86,8 @@ def test_committed_transactions_survive_with_their_offsets(own: Cluster, own_bro
             producer.send_offsets_to_transaction(places, consumer.consumer_group_metadata(), WAIT_SECONDS)
             producer.commit_transaction(WAIT_SECONDS)
         committed = [b"%d" % step for step in range(steps)]
-        # A commit is acknowledged when it is decided and shows when its marker is written. A lone Apache Kafka node
-        # that is killed in between never writes the marker: docs/operations/known-issues.md.
+        # A commit is acknowledged when it is decided, and visible when its marker is written. A single Apache Kafka
+        # node that is killed in between never writes the marker: docs/operations/known-issues.md.
         until(partial(_shows, own, sink, steps), what="the last commit to show")
         assert _committed(consumer, source) == steps
         own_broker.kill()
@@ -102,7 +102,7 @@ def _shows(own: Cluster, topic: str, records: int) -> bool:
 
 
 def _committed(consumer: Consumer, topic: str) -> int:
-    """The offset that the consumer's group has committed; asks until the group's coordinator has come up."""
+    """Return the committed offset of the consumer's group. Retry until the coordinator of the group is available."""
     places: list[TopicPartition] = []
 
     def answered() -> bool:
@@ -119,7 +119,7 @@ def _committed(consumer: Consumer, topic: str) -> int:
 
 @pytest.fixture
 def interrupted(own: Cluster, own_broker: Broker) -> tuple[Producer, str]:
-    """A producer in the middle of a transaction over which the broker was stopped and started."""
+    """A producer within a transaction over which the broker was stopped and restarted."""
     topic = own.topic("sink")
     producer = own.transactional("worker")
     producer.begin_transaction()
@@ -129,7 +129,7 @@ def interrupted(own: Cluster, own_broker: Broker) -> tuple[Producer, str]:
     return producer, topic
 
 
-def test_a_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted: tuple[Producer, str]) -> None:
+def test_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted: tuple[Producer, str]) -> None:
     _, topic = interrupted
     assert own.values(topic) == []
     own.transactional("worker")
@@ -141,14 +141,16 @@ def test_a_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted
     "aborts open transactions when it stops, and says yes to their commit after it has started again",
     raises=AssertionError,
 )
-def test_what_a_restarted_broker_calls_committed_is_committed(own: Cluster, interrupted: tuple[Producer, str]) -> None:
+def test_offsets_reported_committed_after_a_restart_are_committed(
+    own: Cluster, interrupted: tuple[Producer, str]
+) -> None:
     producer, topic = interrupted
     producer.commit_transaction(WAIT_SECONDS)
-    own.transactional("worker")  # who takes the name over waits for the markers, which follow the answer
+    own.transactional("worker")  # a takeover of the name waits for the markers, which follow the answer
     assert own.values(topic) == [b"half"]
 
 
-def test_a_stop_and_a_start_keep_everything(own: Cluster, own_broker: Broker) -> None:
+def test_stop_and_start_keep_all_data(own: Cluster, own_broker: Broker) -> None:
     topic = own.topic("kept", 2, retention_ms=3_600_000)
     consumer = own.consumer("readers")
     places = {message.offset(): message.value() for message in own.send(topic, [b"%d" % n for n in range(1000)])}

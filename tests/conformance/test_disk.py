@@ -1,4 +1,4 @@
-"""What becomes of records when the broker's disk is full."""
+"""Behaviour of a broker with a full disk."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ RECORDS = 100
 
 @contextmanager
 def mounted(disk: Path) -> Iterator[Path]:
-    """A disk of DISK_BYTES at this new folder."""
+    """Mount a disk of DISK_BYTES at this new folder."""
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
@@ -36,14 +36,14 @@ def mounted(disk: Path) -> Iterator[Path]:
 
 @dataclass
 class FullBroker:
-    """A broker that was sent 10 MB while its disk had room for one."""
+    """A broker that received 10 MB while its disk had room for 1 MB."""
 
     broker: Broker
     filler: Path
     cluster: Cluster
     topic: str
     answers: list[KafkaError | None]
-    """The error, or None, with which each of the records was answered."""
+    """The error, or None, of each record."""
     sent: list[bytes | None]
 
     @property
@@ -82,12 +82,12 @@ def full(broker_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.embedded_fault("acknowledges records that it cannot save, and says nothing", raises=AssertionError)
-def test_a_record_that_cannot_be_saved_is_not_acknowledged(full: FullBroker) -> None:
+def test_record_that_cannot_be_saved_is_not_acknowledged(full: FullBroker) -> None:
     assert len(full.answers) == RECORDS
     assert any(error is not None for error in full.answers)
 
 
-def test_the_launcher_tells_of_a_full_disk_and_of_what_it_cost(full: FullBroker) -> None:
+def test_launcher_reports_a_full_disk_and_its_losses(full: FullBroker) -> None:
     with pytest.raises(BrokerFailed, match=r"disk is too full for .*MiB free.*free some space"):
         full.broker.check()
     if full.broker.alive():
@@ -95,10 +95,10 @@ def test_the_launcher_tells_of_a_full_disk_and_of_what_it_cost(full: FullBroker)
             full.broker.stop()
 
 
-def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path) -> None:
+def test_all_records_are_saved_once_the_disk_has_room_again(broker_kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk") as disk, filled(broker_kind, disk) as full:
         full.filler.unlink()
-        if not full.broker.alive():  # Apache Kafka died of it, and takes no harm
+        if not full.broker.alive():  # Apache Kafka ended at the full disk without damage
             full.broker.restart()
         producer = full.cluster.producer()
         delivered = produce(producer, full.topic, [b"room again"])
@@ -111,7 +111,7 @@ def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path)
         assert full.cluster.values(full.topic) == before
 
 
-def test_a_broker_does_not_start_on_a_full_disk(broker_kind: str, tmp_path: Path) -> None:
+def test_broker_does_not_start_on_a_full_disk(broker_kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk") as disk:
         fill(disk, leave_bytes=RESERVE_BYTES // 2)
         with pytest.raises(BrokerFailed, match="disk is too full"):

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def sides(cluster: Cluster) -> list[str]:
-    """Two topics with equally many partitions, as prompts and results are."""
+    """Two topics with the same number of partitions, like prompts and results."""
     return [cluster.topic("prompts", PARTITIONS), cluster.topic("results", PARTITIONS)]
 
 
@@ -31,9 +31,9 @@ def member(cluster: Cluster, sides: list[str], name: str | None = None, **more: 
 
 
 def together(cluster: Cluster, sides: list[str], *names: str | None) -> list[Consumer]:
-    """Members, each of which came when those before it had their shares, who share everything between them.
+    """Return members that joined one after another, each after the previous rebalance, and that share all partitions.
 
-    The embedded broker forgets a second member that comes just as it no longer waits for one (`rose.topics.reader`).
+    The embedded broker forgets a second member that joins just as it stops waiting for one (`rose.topics.reader`).
     """
     members: list[Consumer] = []
     for name in names:
@@ -43,7 +43,7 @@ def together(cluster: Cluster, sides: list[str], *names: str | None) -> list[Con
 
 
 def settled(members: list[Consumer], sides: list[str]) -> bool:
-    """Every partition of both sides belongs to one of the members."""
+    """Whether every partition of both topics belongs to one of the members."""
     poll_all(members)
     shares = [owned(consumer, topic) for topic in sides for consumer in members]
     return sorted(part for share in shares for part in share) == sorted(list(range(PARTITIONS)) * 2)
@@ -59,9 +59,7 @@ def test_each_member_has_the_same_partitions_of_both_topics(cluster: Cluster, si
         each.close()
 
 
-def test_a_member_that_joins_takes_its_share_and_one_that_leaves_gives_it_back(
-    cluster: Cluster, sides: list[str]
-) -> None:
+def test_joining_member_gets_its_share_and_a_leaving_member_returns_it(cluster: Cluster, sides: list[str]) -> None:
     stays = member(cluster, sides)
     until(lambda: settled([stays], sides), what="all partitions at the only member")
     comes = member(cluster, sides)
@@ -71,7 +69,7 @@ def test_a_member_that_joins_takes_its_share_and_one_that_leaves_gives_it_back(
     stays.close()
 
 
-def test_a_static_member_comes_back_to_its_partitions_and_disturbs_nobody(cluster: Cluster, sides: list[str]) -> None:
+def test_static_member_returns_to_its_partitions_without_a_rebalance(cluster: Cluster, sides: list[str]) -> None:
     other, returning = together(cluster, sides, "worker-0", "worker-1")
     before = {topic: (owned(other, topic), owned(returning, topic)) for topic in sides}
     lost: list[TopicPartition] = []
@@ -89,25 +87,25 @@ def test_a_static_member_comes_back_to_its_partitions_and_disturbs_nobody(cluste
     returning.close()
 
 
-def test_a_second_member_with_the_same_name_fences_the_first(cluster: Cluster, sides: list[str]) -> None:
+def test_second_member_with_the_same_name_fences_the_first(cluster: Cluster, sides: list[str]) -> None:
     first = member(cluster, sides, "worker-0")
     until(lambda: settled([first], sides), what="all partitions at the first")
     second = member(cluster, sides, "worker-0")
     until(lambda: settled([second], sides), what="all partitions at the second")
 
-    def told() -> bool:
+    def is_reported() -> bool:
         try:
             message = first.poll(0.1)
         except KafkaException as raised:
             return bool(raised.args[0].code() == KafkaError._FATAL)
         return message is not None and message.error() is not None and message.error().code() in GONE
 
-    until(told, what="the first to learn that it was replaced")
+    until(is_reported, what="the first to learn that it was replaced")
     second.close()
     first.close()
 
 
-def test_a_group_goes_on_from_what_it_committed(cluster: Cluster, sides: list[str]) -> None:
+def test_group_continues_from_its_committed_offsets(cluster: Cluster, sides: list[str]) -> None:
     cluster.send(sides[0], [b"%d" % index for index in range(6)], partition=1)
     first = member(cluster, sides)
     until(lambda: settled([first], sides), what="an assignment")
@@ -141,13 +139,13 @@ while True:
 
 @contextmanager
 def killed_in_the_end(cluster: Cluster, sides: list[str], name: str) -> Iterator[Callable[[], bool]]:
-    """Another member in a process of its own; what it yields tells whether it has a share yet."""
+    """Run another member in its own process; yield a function that tells whether the member has partitions."""
     command = [sys.executable, "-c", KILLED_MEMBER, cluster.bootstrap, cluster.namespace, name, *sides]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        said = process.stdout
+        output = process.stdout
         try:
-            yield lambda: bool(select.select([said], [], [], 0)[0]) and bool(said.readline())
+            yield lambda: bool(select.select([output], [], [], 0)[0]) and bool(output.readline())
         finally:
             process.kill()
 
@@ -158,7 +156,7 @@ def killed_in_the_end(cluster: Cluster, sides: list[str], name: str) -> Iterator
     "never evicts a dead group member: its partitions stay unread until a member of the same name comes back",
     raises=AssertionError,
 )
-def test_the_partitions_of_a_killed_member_go_to_the_living(cluster: Cluster, sides: list[str], name: str) -> None:
+def test_partitions_of_a_killed_member_go_to_live_members(cluster: Cluster, sides: list[str], name: str) -> None:
     [stays] = together(cluster, sides, "worker-0" if name else None)
     with killed_in_the_end(cluster, sides, name) as has_share:
         until(lambda: shared(stays, sides) and has_share(), what="a share for the member that will die")
@@ -167,8 +165,9 @@ def test_the_partitions_of_a_killed_member_go_to_the_living(cluster: Cluster, si
 
 
 @pytest.mark.slow
-def test_a_killed_static_member_is_replaced_by_its_name(cluster: Cluster, sides: list[str]) -> None:
-    """How an environment worker returns after a crash: at once on any broker, without waiting for an eviction."""
+def test_killed_static_member_is_replaced_under_its_name(cluster: Cluster, sides: list[str]) -> None:
+    """The test follows an environment worker after a crash: it returns at once on any broker, without waiting for an
+    eviction."""
     [stays] = together(cluster, sides, "worker-0")
     with killed_in_the_end(cluster, sides, "worker-1") as has_share:
         until(lambda: shared(stays, sides) and has_share(), what="a share for the member that will die")

@@ -1,4 +1,4 @@
-"""Records come back as they went in, in order, from the place that the producer was told."""
+"""Records are read as they were written, in order, from the offset that the producer was told."""
 
 import random
 import time
@@ -12,7 +12,7 @@ from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, produce, read_to
 def test_keys_values_headers_timestamps_and_order_survive(cluster: Cluster) -> None:
     topic = cluster.topic("all", 3)
     producer = cluster.producer()
-    start = int(time.time() * 1000) - 60_000  # recent, or retention takes the records away
+    start = int(time.time() * 1000) - 60_000  # recent, because retention would delete older records
     for index in range(300):
         headers = [("rose-schema", b"turn-request/1"), ("twice", b"1"), ("twice", bytes([index % 256])), ("none", None)]
         producer.produce(
@@ -48,8 +48,8 @@ def test_headers_of_one_name_survive_where_the_broker_stamps_records(cluster: Cl
     assert message.headers() == [("twice", b"1"), ("once", b"2"), ("twice", b"3")]
 
 
-def test_the_last_header_of_a_name_survives_where_the_broker_stamps_records(cluster: Cluster) -> None:
-    """ROSE reads the last one of a name: whoever wrote it had the record last."""
+def test_last_header_of_a_name_survives_where_the_broker_stamps_records(cluster: Cluster) -> None:
+    """ROSE reads the last header of a name, which the last writer of the record added."""
     topic = cluster.topic("stamped", message_timestamp_type="LogAppendTime")
     producer = cluster.producer()
     producer.produce(topic, b"value", headers=[("twice", b"1"), ("once", b"2"), ("twice", b"3")])
@@ -58,8 +58,8 @@ def test_the_last_header_of_a_name_survives_where_the_broker_stamps_records(clus
     assert dict(message.headers() or ()) == {"twice": b"3", "once": b"2"}
 
 
-def test_a_delivery_report_names_the_place_where_the_record_is(cluster: Cluster) -> None:
-    """ROSE points at records by partition and offset, so the report must be true under batches and interleaving."""
+def test_delivery_report_names_the_offset_of_the_record(cluster: Cluster) -> None:
+    """ROSE refers to records by partition and offset, so the report must be correct under batches and interleaving."""
     topic = cluster.topic("places", 2)
     seed = 20_240
     draw = random.Random(seed)
@@ -86,7 +86,7 @@ def test_a_delivery_report_names_the_place_where_the_record_is(cluster: Cluster)
     assert stored == reported, f"seed {seed}"
 
 
-def test_places_are_true_inside_transactions_too(cluster: Cluster) -> None:
+def test_delivery_report_offsets_are_correct_inside_transactions(cluster: Cluster) -> None:
     """Commit and abort markers take offsets of their own."""
     topic = cluster.topic("marked")
     producer = cluster.transactional("marker")
@@ -104,7 +104,7 @@ def test_places_are_true_inside_transactions_too(cluster: Cluster) -> None:
     assert {message.offset(): message.value() for message in cluster.read(topic)} == kept
 
 
-def test_one_record_is_fetched_by_its_place(cluster: Cluster) -> None:
+def test_one_record_is_fetched_by_its_offset(cluster: Cluster) -> None:
     topic = cluster.topic("index")
     cluster.send(topic, [b"%d" % index for index in range(2000)])
     consumer = cluster.consumer()
@@ -144,8 +144,8 @@ def test_watermarks_follow_the_log(cluster: Cluster) -> None:
 
 def test_offsets_are_found_by_time(cluster: Cluster) -> None:
     topic = cluster.topic("clock")
-    start = int(time.time() * 1000) - 60_000  # recent, or retention takes the records away
-    producer = cluster.producer(linger_ms=50)  # one batch: the answer must be exact inside it
+    start = int(time.time() * 1000) - 60_000  # recent, because retention would delete older records
+    producer = cluster.producer(linger_ms=50)  # one batch: the offset must be exact inside it
     for index in range(50):
         producer.produce(topic, b"%d" % index, partition=0, timestamp=start + 10 * index)
     assert producer.flush(WAIT_SECONDS) == 0
@@ -162,20 +162,20 @@ def test_offsets_are_found_by_time(cluster: Cluster) -> None:
     consumer.close()
 
 
-def test_an_idempotent_producer_writes_everything_once_in_order(cluster: Cluster) -> None:
+def test_idempotent_producer_writes_each_record_once_in_order(cluster: Cluster) -> None:
     topic = cluster.topic("once")
     values = [b"%06d" % index for index in range(5_000)]
     assert len(cluster.send(topic, values)) == len(values)
     assert cluster.values(topic) == values
 
 
-def test_a_waiting_consumer_gets_what_comes_while_it_waits(cluster: Cluster) -> None:
+def test_waiting_consumer_gets_new_records(cluster: Cluster) -> None:
     topic = cluster.topic("wake")
     late = 2 * WAIT_SECONDS * 1000
     consumer = cluster.consumer(enable_partition_eof=False, fetch_wait_max_ms=late, socket_timeout_ms=late + 30_000)
     consumer.assign([TopicPartition(topic, 0, 0)])
     for index in range(20):
         cluster.send(topic, [b"%d" % index])
-        message = consumer.poll(WAIT_SECONDS)  # a broker that does not wake it answers later
+        message = consumer.poll(WAIT_SECONDS)  # a broker that does not wake the fetch answers later
         assert message is not None and message.value() == b"%d" % index
     consumer.close()

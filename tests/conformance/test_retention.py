@@ -1,4 +1,4 @@
-"""What a topic is told to forget goes, and nothing else."""
+"""A broker deletes exactly the records that the topic configuration names."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from tests.conformance.bus_driver import Cluster, until
 
 SLOW_SECONDS = 120
-"""Apache Kafka looks for what can go when it likes: its cleaner rests 15 s, its retention begins after 30 s."""
+"""Apache Kafka deletes at its own times: its cleaner pauses 15 s, and its retention begins after 30 s."""
 
 COMPACTED_SOON: dict[str, Any] = {
     "cleanup_policy": "compact",
@@ -24,7 +24,8 @@ def history(cluster: Cluster, topic: str) -> list[tuple[bytes, bytes | None]]:
 
 @pytest.mark.slow
 def test_compaction_keeps_the_newest_of_each_key(cluster: Cluster) -> None:
-    """The compacted topics (grants, snapshots, manifests) are read whole at a start: old values must not pile up."""
+    """The compacted topics (grants, snapshots, manifests) are read completely at a start, so old values must not
+    accumulate."""
     topic = cluster.topic(
         "compacted",
         cleanup_policy="compact",
@@ -49,7 +50,7 @@ def test_compaction_keeps_the_newest_of_each_key(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_tombstone_ends_its_key(cluster: Cluster) -> None:
+def test_tombstone_removes_its_key(cluster: Cluster) -> None:
     topic = cluster.topic("ended", **COMPACTED_SOON, delete_retention_ms=1000)
     cluster.send(topic, [b"snapshot", None], key=b"trajectory")
 
@@ -62,7 +63,7 @@ def test_a_tombstone_ends_its_key(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_records_go_after_their_time(cluster: Cluster) -> None:
+def test_records_are_deleted_after_their_retention(cluster: Cluster) -> None:
     topic = cluster.topic("short", cleanup_policy="delete", retention_ms=2000, segment_ms=1000)
     cluster.send(topic, [b"old"] * 10)
 
@@ -76,7 +77,7 @@ def test_records_go_after_their_time(cluster: Cluster) -> None:
     until(gone, what="old records to go", seconds=SLOW_SECONDS)
 
 
-def test_records_stay_for_their_time(cluster: Cluster) -> None:
+def test_records_are_kept_for_their_retention(cluster: Cluster) -> None:
     topic = cluster.topic("long", cleanup_policy="delete", retention_ms=3_600_000, segment_ms=60_000)
     producer = cluster.producer()
     now = int(time.time() * 1000)

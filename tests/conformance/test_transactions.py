@@ -1,4 +1,4 @@
-"""A transaction is seen whole or not at all, and only by its rightful owner."""
+"""A transaction is visible as a whole or not at all, and only its current owner can commit it."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from tests.conformance.bus_driver import WAIT_SECONDS, Cluster, poll_all, produc
 
 
 def store(producer: Producer, topic: str, *values: bytes, partition: int = 0) -> None:
-    """Bring the records of an open transaction to the broker."""
+    """Send the records of an open transaction to the broker."""
     delivered = produce(producer, topic, values, partition=partition)
     assert producer.flush(WAIT_SECONDS) == 0 and len(delivered) == len(values)
 
@@ -19,7 +19,7 @@ def fenced(error: KafkaException) -> bool:
     return code in (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 
 
-def test_committed_is_seen_and_aborted_is_not(cluster: Cluster) -> None:
+def test_committed_records_are_visible_and_aborted_records_are_not(cluster: Cluster) -> None:
     topic = cluster.topic("outcome")
     producer = cluster.transactional("writer")
     producer.begin_transaction()
@@ -32,7 +32,7 @@ def test_committed_is_seen_and_aborted_is_not(cluster: Cluster) -> None:
     assert cluster.values(topic, isolation_level="read_uncommitted") == [b"committed", b"aborted"]
 
 
-def test_an_open_transaction_is_not_seen_and_holds_back_what_comes_after_it(cluster: Cluster) -> None:
+def test_open_transaction_is_invisible_and_holds_back_later_records(cluster: Cluster) -> None:
     topic = cluster.topic("open")
     producer = cluster.transactional("writer")
     cluster.send(topic, [b"before"])
@@ -45,7 +45,7 @@ def test_an_open_transaction_is_not_seen_and_holds_back_what_comes_after_it(clus
     assert cluster.values(topic) == [b"before", b"inside", b"after"]
 
 
-def test_a_transaction_over_many_partitions_is_one(cluster: Cluster) -> None:
+def test_transaction_over_many_partitions_is_atomic(cluster: Cluster) -> None:
     first, second = cluster.topic("first", 3), cluster.topic("second", 3)
     places = [(topic, partition) for topic in (first, second) for partition in range(3)]
     producer = cluster.transactional("writer")
@@ -98,8 +98,8 @@ def test_offsets_move_with_the_commit_and_not_before(cluster: Cluster) -> None:
 
 
 @pytest.mark.embedded_fault("tells the offsets of a transaction that is open", raises=pytest.fail.Exception)
-def test_offsets_of_an_open_transaction_are_told_to_nobody(cluster: Cluster) -> None:
-    """Who is given another's home begins there only once what the other had under way is decided."""
+def test_offsets_of_an_open_transaction_are_not_reported(cluster: Cluster) -> None:
+    """A new owner of a home starts only after the open transaction of the previous owner is decided."""
     source = cluster.topic("source")
     cluster.send(source, [b"input"])
     consumer = cluster.consumer("steps")
@@ -118,7 +118,7 @@ def test_offsets_of_an_open_transaction_are_told_to_nobody(cluster: Cluster) -> 
     consumer.close()
 
 
-def test_the_next_owner_of_a_name_fences_the_last(cluster: Cluster) -> None:
+def test_next_owner_of_a_name_fences_the_previous_owner(cluster: Cluster) -> None:
     topic = cluster.topic("fence")
     zombie = cluster.transactional("home-0")
     zombie.begin_transaction()
@@ -137,7 +137,7 @@ def test_the_next_owner_of_a_name_fences_the_last(cluster: Cluster) -> None:
 @pytest.mark.embedded_fault(
     "hides all that a name commits after an abort from readers who have read past the abort", raises=AssertionError
 )
-def test_a_reader_sees_what_the_next_owner_of_a_name_commits(cluster: Cluster) -> None:
+def test_reader_sees_what_the_next_owner_of_a_name_commits(cluster: Cluster) -> None:
     topic = cluster.topic("after-abort")
     cluster.send(topic, [b"before"])
     consumer = cluster.consumer()
@@ -165,7 +165,7 @@ def test_a_reader_sees_what_the_next_owner_of_a_name_commits(cluster: Cluster) -
     consumer.close()
 
 
-def test_a_fenced_owner_that_was_idle_cannot_begin_again(cluster: Cluster) -> None:
+def test_idle_fenced_owner_cannot_begin_again(cluster: Cluster) -> None:
     topic = cluster.topic("idle")
     zombie = cluster.transactional("home-0")
     cluster.transactional("home-0")
@@ -178,8 +178,8 @@ def test_a_fenced_owner_that_was_idle_cannot_begin_again(cluster: Cluster) -> No
 
 
 @pytest.mark.embedded_fault("commits the offsets of a member that was replaced", raises=pytest.fail.Exception)
-def test_a_member_whose_partitions_went_to_another_cannot_commit_their_offsets(cluster: Cluster) -> None:
-    """A worker that was frozen while its group moved on must not commit what its successor redoes."""
+def test_member_without_its_former_partitions_cannot_commit_their_offsets(cluster: Cluster) -> None:
+    """A worker that was frozen while its group moved on must not commit work that its successor repeats."""
     source, sink = cluster.topic("source"), cluster.topic("sink")
     cluster.send(source, [b"input"] * 3)
     old = cluster.consumer("steps", group_instance_id="worker-0")
@@ -201,7 +201,7 @@ def test_a_member_whose_partitions_went_to_another_cannot_commit_their_offsets(c
     old.close()
 
 
-def test_many_small_transactions_back_to_back_all_arrive(cluster: Cluster) -> None:
+def test_many_consecutive_small_transactions_all_arrive(cluster: Cluster) -> None:
     topic = cluster.topic("serial")
     producer = cluster.transactional("writer")
     for index in range(100):
@@ -217,7 +217,7 @@ def test_many_small_transactions_back_to_back_all_arrive(cluster: Cluster) -> No
     "the same name begins",
     raises=AssertionError,
 )
-def test_the_open_transaction_of_a_producer_that_is_gone_is_aborted_in_time(cluster: Cluster) -> None:
+def test_open_transaction_of_a_lost_producer_is_aborted_in_time(cluster: Cluster) -> None:
     topic = cluster.topic("abandoned")
     producer = cluster.transactional("gone", transaction_timeout_ms=1000)
     producer.begin_transaction()

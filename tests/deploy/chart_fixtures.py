@@ -1,7 +1,7 @@
-"""The chart, rendered by Helm itself. `python -m tests.deploy.chart_fixtures` writes the golden renders anew.
+"""The chart, rendered by Helm. `python -m tests.deploy.chart_fixtures` writes the golden renders.
 
-Keeps true: a render is one text, its resources in a fixed order, so that a diff of the golden files shows what a change
-of the chart changes on a cluster.
+Keeps true: a render is one text with its resources in a fixed order, so that a diff of the golden files shows the
+effect of a chart change on a cluster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ import yaml
 from deploy.generate import CHART
 
 VALUES = sorted((CHART.parent / "values").glob("*.yaml"))
-"""The files of values that are shown."""
+"""The example values files."""
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -28,7 +28,7 @@ def values_of(name: str) -> Values:
 
 
 def rendered(values: Values) -> str:
-    """All resources of a release with these values, as `helm template` gives them. Raises HelmError."""
+    """Return all resources of a release with these values, as `helm template` does. Raises HelmError."""
     import helm_python
 
     with helm_python.Chart.load(CHART) as chart:
@@ -43,7 +43,7 @@ def resources(text: str) -> list[Resource]:
 
 
 def containers(found: Sequence[Resource]) -> list[Resource]:
-    """Of every pod, those that run beside others and those before them."""
+    """Return the containers and init containers of every pod."""
     pods = [each["spec"]["template"]["spec"] for each in found if "template" in each.get("spec", {})]
     return [one for pod in pods for one in pod["containers"] + pod.get("initContainers", [])]
 

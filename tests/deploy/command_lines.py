@@ -1,4 +1,4 @@
-"""Reads a command line as `rose` would, without doing what it says."""
+"""Parses a command line of `rose` without running the command."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from rose.pipeline.config.options import Common
 
 
 def parsed(arguments: Sequence[str]) -> tuple[str, dict[str, object]]:
-    """The command and what it is given. Raises what the command line raises for words that it does not know."""
+    """Return the command and its arguments. Raises the error of the command line for unknown words."""
     command = typer.main.get_command(app)
     words, path = list(arguments), []
     context = command.make_context("rose", words, resilient_parsing=False)
@@ -25,7 +25,7 @@ def parsed(arguments: Sequence[str]) -> tuple[str, dict[str, object]]:
 
 
 def configured(arguments: Sequence[str], environment: Mapping[str, str], toml: str, folder: Path) -> Config:
-    """What the role of this command line is configured to. Raises UsageError."""
+    """Return the configuration of the role of this command line. Raises UsageError."""
     _, given = parsed(arguments)
     common = {name: given.get(name) for name in ("config", "settings", "bootstrap_server", "namespace", "properties")}
     if common["config"] is not None:

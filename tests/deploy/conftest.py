@@ -1,4 +1,4 @@
-"""The store of images that the tests of a file build; what is kept for the next time lies in pytest's cache."""
+"""The image store of a test file. Data kept for later runs is in pytest's cache."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.deploy.image_fixtures import UNPACKED, Debian, Images
 
 @pytest.fixture(scope="module")
 def debian() -> Debian:
-    """What its images are based on."""
+    """The base of the images."""
     return UNPACKED
 
 

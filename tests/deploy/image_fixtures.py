@@ -1,10 +1,11 @@
-"""Images built and run by buildah without a container engine: the image's files, this machine's network and processes.
+"""Images built and run by buildah without a container engine: with the files of the image, and the network and
+processes of this machine.
 
 Keeps true
-- What this machine's pip and uv know of their registry goes into a build as a secret and as mounts, into no layer.
-- What runs from an image is another user, in the image's own file system.
-- What is kept for the next time is what others made: the base, and the packages that uv has fetched.
-- Where the kernel lays file systems over each other no tree is copied: what an image is based on is there once.
+- The registry settings of pip and uv on this machine enter a build as a secret and as mounts, and no layer.
+- Programs run from an image as another user in the file system of the image.
+- Only the base and the packages fetched by uv are kept for later runs.
+- If the kernel supports overlay file systems no tree is copied: a base exists once.
 """
 
 import json
@@ -34,13 +35,13 @@ USER = "10001:10001"
 BASE = "localhost/base"
 SUITE = "bookworm"
 CERTIFICATES = 'cat "$1"/usr/share/ca-certificates/mozilla/*.crt > "$1/etc/ssl/certs/ca-certificates.crt"'
-"""What setting them up would have made of them."""
+"""Replaces the set-up of the certificates package."""
 PYTHON = "/opt/rose/bin/python"
 LEAVE_SECONDS = 60.0
-"""The grace period of a role."""
+"""Grace period of a role, in seconds."""
 
 UV_CACHE = "/uv-cache"
-"""Where a build finds what uv has fetched before."""
+"""Folder in a build with the packages that uv has fetched before."""
 
 OF_A_REGISTRY = ("PIP_", "UV_", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
@@ -50,7 +51,7 @@ INSTALLED = "import importlib.metadata as m; print(*(f'{each.name}=={each.versio
 
 @dataclass(frozen=True, slots=True)
 class Debian:
-    """What an image is based on here, as mmdebstrap makes it."""
+    """The base of an image, as mmdebstrap makes it."""
 
     name: str
     options: tuple[str, ...]
@@ -58,7 +59,7 @@ class Debian:
 
 PYTHON_PACKAGES = "python3,python3-venv,ca-certificates"
 WHOLE = Debian("whole", ("--variant=minbase", f"--include={PYTHON_PACKAGES}"))
-"""One that packages can be added to."""
+"""A base to which packages can be added."""
 UNPACKED = Debian(
     "unpacked",
     (
@@ -67,11 +68,11 @@ UNPACKED = Debian(
         f"--customize-hook={CERTIFICATES}",
     ),
 )
-"""Its packages are not set up: half of the time that a Debian takes is dpkg's."""
+"""A base with packages that are not set up: dpkg takes half of the time of a Debian."""
 
 
 def need_builder() -> None:
-    """Skips the test that calls where nothing is there to build with."""
+    """Skip the calling test if no image builder is installed."""
     for program in ("buildah", "mmdebstrap"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: apt-get install buildah mmdebstrap")
@@ -87,18 +88,18 @@ def _buildah(*arguments: str | Path) -> str:
 
 @dataclass(slots=True)
 class Builder:
-    """A store of images of its own, in a folder."""
+    """An image store in its own folder."""
 
     folder: Path
     kept: Path
-    """Where what is kept for the next time lies."""
+    """Folder of the data kept for later runs."""
     debian: Debian
     driver: str = field(init=False)
-    """Of the store: what lays layers over each other, or else copies them."""
+    """Storage driver: overlay, or copies of the layers."""
 
     def __post_init__(self) -> None:
-        asked = ["buildah", *map(str, self._stored("overlay", "root")), "info"]
-        laid = subprocess.run(asked, capture_output=True, check=False).returncode == 0
+        buildah_command = ["buildah", *map(str, self._stored("overlay", "root")), "info"]
+        laid = subprocess.run(buildah_command, capture_output=True, check=False).returncode == 0
         self.driver = "overlay" if laid else "vfs"
 
     def _stored(self, driver: str, root: str | Path) -> tuple[str | Path, ...]:
@@ -110,14 +111,14 @@ class Builder:
 
     @property
     def store(self) -> tuple[str | Path, ...]:
-        """What tells buildah of the store, and of the one that the base is kept in."""
+        """Return the buildah options for the store and for the store of the base."""
         return *self._stored(self.driver, "root"), "--storage-opt", f"{self.driver}.imagestore={self._base}"
 
     def buildah(self, *arguments: str | Path) -> str:
         return _buildah(*self.store, *arguments)
 
     def make_base(self) -> None:
-        """What stands for the public image of Python, which cannot be had everywhere: Debian with its own Python."""
+        """Build a replacement of the public Python image, which is not always reachable: Debian with its own Python."""
         made = self._base.with_suffix(".made")
         if made.exists():
             return
@@ -138,7 +139,7 @@ class Builder:
         return self.folder / "context"
 
     def make_context(self) -> None:
-        """What a build is given: the wheel, and what locks and installs it."""
+        """Write the build context: the wheel, the lock files and the installer."""
         context = self.context
         (context / "deploy").mkdir(parents=True)
         uv = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--out-dir", str(context / "dist"), str(ROOT)]
@@ -148,7 +149,8 @@ class Builder:
         shutil.copytree(ROOT / "deploy" / "images", context / "deploy" / "images")
 
     def registry(self, *, keeps: bool) -> list[str]:
-        """Flags that tell a build of this machine's registry. `keeps`: what uv fetches is there the next time."""
+        """Return the options that give a build the registry of this machine. With `keeps` the packages that uv fetches
+        are kept."""
         known = {name: value for name, value in os.environ.items() if name.upper().startswith(OF_A_REGISTRY)}
         links = known.get("PIP_FIND_LINKS")
         if links:
@@ -172,11 +174,13 @@ class Builder:
         self.buildah("bud", *how, *self.registry(keeps=keeps), *given, "--file", containerfile, "--tag", tag, context)
 
     def family(self, family: str) -> str:
-        """Build the image of a family; returns its name."""
+        """Build the image of a family; return its name."""
         tag = f"rose-{family}:{VERSION}"
         file = self.context / "deploy" / "images" / f"{family}.Containerfile"
-        said = {"BASE": BASE, "VERSION": VERSION, "REVISION": "0" * 40}
-        self.build(file, self.context, tag, keeps=family == "light", **said)  # what the others fetch is large
+        build_arguments = {"BASE": BASE, "VERSION": VERSION, "REVISION": "0" * 40}
+        self.build(
+            file, self.context, tag, keeps=family == "light", **build_arguments
+        )  # the packages of the other families are large
         return tag
 
     def close(self) -> None:
@@ -190,12 +194,12 @@ class Builder:
 
 
 class Images:
-    """Built when first asked for."""
+    """Images that are built at their first use."""
 
     @classmethod
     @contextmanager
     def on(cls, debian: Debian, folder: Path, kept: Path) -> Iterator["Images"]:
-        """Built on this Debian, in this folder. Skips the test where nothing is there to build with."""
+        """Return images on this Debian in this folder. Skip the test if no builder is installed."""
         need_builder()
         builder = Builder(folder, kept, debian)
         try:
@@ -214,7 +218,7 @@ class Images:
 
 
 def look_into(images: Images, family: str) -> float:
-    """Its size in megabytes, once all else that an image promises was found to be so."""
+    """Return the size in megabytes, after checks of everything else that an image promises."""
     found = images.container(family)
     size = found.megabytes()
     print(f"rose-{family}: {size:.0f} MB, of them /opt/rose {found.megabytes('/opt/rose'):.0f} MB")
@@ -226,26 +230,27 @@ def look_into(images: Images, family: str) -> float:
     assert config["Entrypoint"] == ["rose"] and config["Healthcheck"]["Test"] == ["CMD", "rose", "health", "--live"]
     labels = {name.rpartition(".")[2]: value for name, value in config["Labels"].items()}
     assert labels["title"] == f"rose-{family}" and labels["version"] == VERSION and labels["licenses"] == "Apache-2.0"
-    said = json.loads((found.root / "opt/rose/sbom.cdx.json").read_text())
-    listed = {(each["name"], each["version"]) for each in said["components"]}
+    bill_of_materials = json.loads((found.root / "opt/rose/sbom.cdx.json").read_text())
+    listed = {(each["name"], each["version"]) for each in bill_of_materials["components"]}
     there = {tuple(each.split("==")) for each in found.answers("python", "-c", INSTALLED).split()}
-    assert said["bomFormat"] == "CycloneDX" and ("rose-rollouts", VERSION) in listed and there == listed
+    assert bill_of_materials["bomFormat"] == "CycloneDX" and ("rose-rollouts", VERSION) in listed and there == listed
     return size
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An image's files, to run programs in."""
+    """The files of an image, in which programs can run."""
 
     builder: Builder
     name: str
     root: Path
 
     def command(self, *words: str, environment: Mapping[str, str] = {}, volumes: Mapping[Path, str] = {}) -> list[str]:
-        """What runs the words in it as the image's user. `volumes`: this machine's folders, where they are there."""
-        said = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
+        """Return the command that runs the words in the image as its user. `volumes` maps folders of this machine to
+        their mount points."""
+        variables = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
         mounts = [f"--volume={path}:{where}" for path, where in volumes.items()]
-        run = ("run", "--isolation", "chroot", "--user", USER, *said, *mounts, self.name, "--", *words)
+        run = ("run", "--isolation", "chroot", "--user", USER, *variables, *mounts, self.name, "--", *words)
         return [str(word) for word in ("buildah", *self.builder.store, *run)]
 
     def run(
@@ -255,21 +260,21 @@ class Container:
         return subprocess.run(line, capture_output=True, text=True, check=False)
 
     def answers(self, *words: str, **environment: str) -> str:
-        """What it prints, having ended well."""
+        """Return the output of a program that exits with status 0."""
         done = self.run(*words, environment=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def megabytes(self, *folders: str) -> float:
-        """Of the files in it, or in some of its folders: what an image is said to take, unpacked."""
+        """Return the unpacked size of the image, or of some of its folders."""
         found = [str(self.root / each.lstrip("/")) for each in folders or ("",)]
-        told = subprocess.run(
+        finished = subprocess.run(
             ["du", "-xsc", "--apparent-size", "-B1", *found], capture_output=True, text=True, check=True
         ).stdout
-        return int(told.splitlines()[-1].split()[0]) / 1e6
+        return int(finished.splitlines()[-1].split()[0]) / 1e6
 
     def written(self) -> list[Path]:
-        """What its user has left behind outside of /tmp and of where runs are kept."""
+        """Return the files that the user has written outside of /tmp and the run folder."""
         owner = USER.partition(":")[0]
         found = subprocess.run(
             ["find", self.root, "-xdev", "-uid", owner, "-not", "-path", f"{self.root}/tmp*"],
@@ -282,7 +287,7 @@ class Container:
 
 @contextmanager
 def running(found: Container, port: int, *words: str, log: Path, **more: str) -> Iterator[psutil.Process]:
-    """A role, in its image; it leaves within its grace period when it is asked to."""
+    """Run a role in its image. It stops within its grace period."""
     environment = {"ROSE_METRICS__PORT": str(port), "OMP_NUM_THREADS": "1", **more}
     volumes = {log.parent: "/runs"}
     with log.open("wb") as sink:
@@ -299,7 +304,7 @@ def running(found: Container, port: int, *words: str, log: Path, **more: str) ->
 
 
 def role_of(process: psutil.Process) -> psutil.Process:
-    """What runs in the image. Of buildah's own around it the innermost kills it when it is itself asked to stop."""
+    """Return the process in the image. The innermost process of buildah kills it when stopped itself."""
     return next(child for child in process.children(recursive=True) if child.cmdline()[:1] == [PYTHON])
 
 

@@ -1,4 +1,4 @@
-"""The chart: what it renders is what Kubernetes takes, what the roles understand, and what was seen in review."""
+"""Chart tests: the rendered chart is valid for Kubernetes, understood by the roles, and equal to the reviewed files."""
 
 import copy
 import os
@@ -27,7 +27,8 @@ from tests.deploy.chart_fixtures import (
 from tests.deploy.command_lines import configured, parsed
 
 pytestmark = pytest.mark.skipif(
-    find_spec("helm_python") is None,  # not imported here: Helm's threads would not survive the fork that runs tests
+    # not imported here, because Helm's threads would not survive the fork of the test processes
+    find_spec("helm_python") is None,
     reason="helm-python-sdk is not installed: pip install 'rose-rollouts[chart]'",
 )
 kubernetes_validate = pytest.importorskip(
@@ -35,7 +36,7 @@ kubernetes_validate = pytest.importorskip(
 )
 
 OLDEST, NEWEST = "1.30", "1.37"
-"""Of Kubernetes' versions that the chart supports."""
+"""Kubernetes versions that the chart supports."""
 
 OF_OTHERS = {
     "KafkaTopic": ("kafka.strimzi.io/v1", {"topicName", "partitions", "replicas", "config"}),
@@ -45,7 +46,7 @@ OF_OTHERS = {
     ),
     "PodMonitor": ("monitoring.coreos.com/v1", {"selector", "podMetricsEndpoints"}),
 }
-"""Resources whose schemas Kubernetes does not have: their versions and the fields of `spec`, by their documentation."""
+"""Resources without a schema from Kubernetes: their versions and the fields of `spec`, from their documentation."""
 
 POD = "rl-executor-5d9c-x7k2p"
 
@@ -54,7 +55,7 @@ EVERY = [pytest.param(name, marks=[] if name == "minimal" else pytest.mark.long)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_what_is_rendered_is_what_was_reviewed_and_what_kubernetes_takes(name: str) -> None:
+def test_rendered_chart_equals_the_golden_files_and_is_valid_for_kubernetes(name: str) -> None:
     text = rendered(values_of(name))
     assert text == (GOLDEN / f"{name}.yaml").read_text(), "read the diff, then: python -m tests.deploy.chart_fixtures"
     for each in resources(text):
@@ -66,27 +67,27 @@ def test_what_is_rendered_is_what_was_reviewed_and_what_kubernetes_takes(name: s
             kubernetes_validate.validate(each, kubernetes, strict=True)
 
 
-def test_there_are_five_files_of_values_and_a_golden_render_of_each() -> None:
+def test_each_of_five_values_files_has_a_golden_render() -> None:
     assert NAMES == ["bring-your-own-kafka", "lenders", "minimal", "production", "strimzi"]
     assert sorted(path.stem for path in GOLDEN.glob("*.yaml")) == NAMES
 
 
-def test_what_follows_from_the_code_is_up_to_date() -> None:
+def test_generated_files_are_up_to_date() -> None:
     for path, text in generated().items():
         assert path.read_text() == text, f"{path.name} is not what the code says: python -m deploy.generate"
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, tmp_path: Path) -> None:
+def test_every_command_line_and_setting_is_known_to_rose(name: str, tmp_path: Path) -> None:
     found = resources(rendered(values_of(name)))
     (toml,) = [each["data"]["rose.toml"] for each in found if each["kind"] == "ConfigMap"]
     lines = [one for one in containers(found) if one["name"] != "rose"]
     assert lines
     for one in lines:
-        said = {each["name"]: said_by(each) for each in one["env"]}
+        values_by_name = {each["name"]: value_of(each) for each in one["env"]}
         arguments = [word.replace("$(ORDINAL)", "3") for word in one["args"]]
         arguments = [tmp_path.as_posix() if word == "/etc/rose/kafka/client.properties" else word for word in arguments]
-        config = configured(arguments, said, toml, tmp_path)
+        config = configured(arguments, values_by_name, toml, tmp_path)
         assert config.bus().bootstrap == values_of(name)["kafka"]["bootstrapServer"]
         if one["name"] != "topics":
             assert config.settings.metrics.port == one["ports"][-1]["containerPort"]
@@ -99,7 +100,7 @@ def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, 
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_where_clients_sign_in_all_do_and_who_must_have_keys_has_them(name: str) -> None:
+def test_secured_chart_gives_credentials_to_all_clients_and_keys_where_needed(name: str) -> None:
     found = [one for one in containers(resources(rendered(values_of(name)))) if one["name"] != "rose"]
     sign_in = [one for one in found if "--command-config" in one["args"]]
     assert sign_in in ([], found)
@@ -108,18 +109,18 @@ def test_where_clients_sign_in_all_do_and_who_must_have_keys_has_them(name: str)
             assert {"ROSE_WEIGHTS__TRUSTED_KEY", "ROSE_WEIGHTS__SIGNING_KEY"} & {each["name"] for each in one["env"]}
 
 
-def test_a_large_number_reaches_the_client_with_all_its_digits() -> None:
+def test_large_number_reaches_the_client_with_all_its_digits() -> None:
     """librdkafka reads 1.048576e+06 as 1."""
     properties = {"socket.receive.buffer.bytes": 1048576, "client.rack": "a", "enable.sparse.connections": True}
     found = containers(resources(rendered(changed(values_of("minimal"), "kafka.properties", properties))))
-    said = {word for one in found for word in one["args"] if "=" in word}
-    assert said >= {"socket.receive.buffer.bytes=1048576", "client.rack=a", "enable.sparse.connections=true"}
+    assignments = {word for one in found for word in one["args"] if "=" in word}
+    assert assignments >= {"socket.receive.buffer.bytes=1048576", "client.rack=a", "enable.sparse.connections=true"}
 
 
-def test_a_lender_that_goes_stops_lending_first_and_its_next_life_lends(tmp_path: Path) -> None:
+def test_terminating_lender_stops_lending_first_and_its_next_start_lends(tmp_path: Path) -> None:
     server = of_kind("StatefulSet", values_of("lenders"), "lender")["spec"]["template"]["spec"]["containers"][0]
-    (said,) = (each["value"] for each in server["env"] if each["name"] == "ROSE_LENDER__STOP_FILE")
-    assert said == "/tmp/runs/$(ROSE_EXECUTOR__NAME).stop"
+    (assignments,) = (each["value"] for each in server["env"] if each["name"] == "ROSE_LENDER__STOP_FILE")
+    assert assignments == "/tmp/runs/$(ROSE_EXECUTOR__NAME).stop"
     folder = tmp_path / "runs"
     (stop, begin) = (
         [word.replace("sleep 10", "sleep 0") for word in server["lifecycle"][moment]["exec"]["command"]]
@@ -137,22 +138,22 @@ def test_a_lender_that_goes_stops_lending_first_and_its_next_life_lends(tmp_path
     assert (folder / f"{POD}.stop").read_text() == "its guest hung\n"
 
 
-def said_by(variable: Resource) -> str:
-    """What a variable of a pod's says, of the fourth pod."""
+def value_of(variable: Resource) -> str:
+    """Return the value of a variable in the fourth pod."""
     path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
     named = {"metadata.name": POD, "metadata.labels['apps.kubernetes.io/pod-index']": "3"}
     return named[path] if path else str(variable["value"])
 
 
 def outlives_its_container(folder: Path, one: Resource) -> bool:
-    """Whether what is written there is still there when the container is started again."""
+    """Whether files at this path survive a container restart."""
     mounts = [Path(each["mountPath"]) for each in one["volumeMounts"] if not each.get("readOnly")]
     return any(folder.is_relative_to(mount) for mount in mounts)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_pods_have_no_rights_that_they_do_not_need(name: str) -> None:
+def test_pods_have_minimal_privileges(name: str) -> None:
     found = resources(rendered(values_of(name)))
     pods = [each["spec"]["template"]["spec"] for each in found if "template" in each.get("spec", {})]
     for pod in pods:
@@ -208,7 +209,7 @@ def test_strimzi_topics_have_the_retention_of_the_values() -> None:
 
 
 def merged(into: Any, patch: Any) -> Any:
-    """As Kubernetes merges a patch: objects field by field, null takes a field away, lists by name."""
+    """Merge a patch as Kubernetes does: objects by field, null removes a field, lists by name."""
     if isinstance(into, dict) and isinstance(patch, dict):
         both = {name: merged(into.get(name), patch.get(name)) for name in {**into, **patch}}
         return {name: value for name, value in both.items() if not (name in patch and patch[name] is None)}
@@ -240,7 +241,7 @@ spec:
 """
 
 
-def test_the_patch_makes_a_lender_of_a_vllm_deployment_and_leaves_its_flags_as_they_are(tmp_path: Path) -> None:
+def test_patch_turns_a_vllm_deployment_into_a_lender_and_keeps_its_flags(tmp_path: Path) -> None:
     (server,) = resources(VLLM)
     (patch,) = resources((CHART.parent / "lender-patch.yaml").read_text())
     lender = merged(server, patch)
@@ -254,27 +255,27 @@ def test_the_patch_makes_a_lender_of_a_vllm_deployment_and_leaves_its_flags_as_t
     line = one["command"][3:] + one["args"]
     command, given = parsed(line)
     assert command == "lend" and given["flags"] == ["--port", "8000", "--max-num-seqs", "256"]
-    config = configured(line, {each["name"]: said_by(each) for each in one["env"]}, "", tmp_path)
+    config = configured(line, {each["name"]: value_of(each) for each in one["env"]}, "", tmp_path)
     assert (config.settings.executor.name, config.settings.executor.slot) == (POD, None)
     stop_file = config.settings.lender.stop_file
     assert stop_file and outlives_its_container(stop_file.parent, one), "it is there, when a guest has hung"
 
 
 def of_kind(kind: str, values: Values, role: str = "") -> Resource:
-    """The one of this kind, or the role's."""
+    """Return the resource of this kind, or that of the role."""
     found = [each for each in resources(rendered(values)) if each["kind"] == kind]
     (one,) = [each for each in found if not role or each["metadata"]["name"] == f"{RELEASE}-{role}"]
     return one
 
 
-def test_no_lender_is_started_again_when_executors_come_and_there_may_be_more_than_inboxes() -> None:
+def test_added_executors_restart_no_lender_and_may_exceed_the_inboxes() -> None:
     fleets = [
         of_kind("StatefulSet", changed(values_of("lenders"), "executor.replicas", many), "lender") for many in (0, 99)
     ]
     assert fleets[0] == fleets[1]
 
 
-def test_servers_that_lend_are_scraped_and_may_be(tmp_path: Path) -> None:
+def test_lending_servers_are_scraped_and_reachable(tmp_path: Path) -> None:
     monitoring = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
     values = changed(values_of("lenders"), "metrics.podMonitor.enabled", True)
     values = changed(values, "networkPolicy.metricsFrom", monitoring)
@@ -286,7 +287,7 @@ def test_servers_that_lend_are_scraped_and_may_be(tmp_path: Path) -> None:
     assert monitoring == let_in["metrics"] and monitoring[0] in let_in["http"] and len(let_in["http"]) == 2
 
 
-def test_one_control_app_decides_where_it_is_wanted_and_its_page_is_for_whom_it_may_be() -> None:
+def test_one_control_app_runs_if_enabled_and_its_page_is_restricted() -> None:
     operators = [{"namespaceSelector": {"matchLabels": {"name": "operators"}}}]
     assert "-control" not in rendered(values_of("minimal"))
     values = changed(values_of("lenders"), "networkPolicy.pageFrom", operators)
@@ -347,7 +348,7 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("lenders.flags", ["--api-key", "hidden"], "lenders/flags"),
     ],
 )
-def test_a_typo_and_what_cannot_work_are_refused_by_name(path: str, value: object, words: str) -> None:
+def test_misspelt_or_impossible_values_are_refused_by_name(path: str, value: object, words: str) -> None:
     import helm_python
 
     with pytest.raises(helm_python.HelmError) as refused:
@@ -357,7 +358,7 @@ def test_a_typo_and_what_cannot_work_are_refused_by_name(path: str, value: objec
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_helm_has_nothing_to_say_against_it(name: str) -> None:
+def test_helm_lint_passes(name: str) -> None:
     import helm_python
 
     report = helm_python.lint(CHART, values_of(name), strict=True, kube_version=f"v{OLDEST}.0")
@@ -365,7 +366,7 @@ def test_helm_has_nothing_to_say_against_it(name: str) -> None:
     assert not report["errors"] and not worse
 
 
-def test_a_command_line_that_rose_does_not_know_would_be_found() -> None:
+def test_unknown_command_line_is_detected() -> None:
     assert app.registered_commands
     with pytest.raises(Exception, match="No such option"):
         parsed(["router", "--numbr", "3"])

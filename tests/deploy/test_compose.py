@@ -1,6 +1,6 @@
-"""The compose file: what it runs is what the images have, what `rose` understands, and no more than a role may.
+"""Compose file tests: its commands exist in the images, `rose` understands them, and roles have minimal rights.
 
-No container engine was at hand: it has not been run.
+No container engine was available: the file has not been run.
 """
 
 import re
@@ -23,7 +23,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 OF_OTHERS = {"kafka", "prometheus", "grafana"}
 ROOTS_OWN = {"runs"}
-"""Gives a volume to the user of the others, and ends."""
+"""Services that give a volume to the user of the other services, and end."""
 
 Service = dict[str, Any]
 
@@ -40,7 +40,7 @@ def roles() -> dict[str, Service]:
     return {name: each for name, each in services().items() if name not in OF_OTHERS | ROOTS_OWN}
 
 
-def test_there_is_every_role_and_each_image_is_one_that_is_built_or_pinned() -> None:
+def test_compose_file_has_every_role_with_built_or_pinned_images() -> None:
     found = services()
     assert {
         "router",
@@ -64,7 +64,7 @@ def test_there_is_every_role_and_each_image_is_one_that_is_built_or_pinned() -> 
             assert tag == VERSION and repository.removeprefix("rose-") in families
 
 
-def test_every_command_line_is_one_that_rose_knows_and_fits_its_configuration(tmp_path: Path) -> None:
+def test_every_command_line_is_known_to_rose_and_fits_the_configuration(tmp_path: Path) -> None:
     toml, names = compose()["configs"]["rose.toml"]["content"], {}
     for name, each in roles().items():
         line = each["command"]
@@ -72,7 +72,7 @@ def test_every_command_line_is_one_that_rose_knows_and_fits_its_configuration(tm
             (_, submit) = line[0].strip().splitlines()
             line = submit.split()[1:]
         config = configured(line, each["environment"], toml, tmp_path)
-        if line[0] == "lend":  # its stop file has to outlive it
+        if line[0] == "lend":  # its stop file has to outlive the container
             assert any(config.run_folder.is_relative_to(volume.split(":")[1]) for volume in each["volumes"])
         assert config.bus().bootstrap == "kafka:9092"
         if not each["healthcheck"].get("disable"):
@@ -83,7 +83,7 @@ def test_every_command_line_is_one_that_rose_knows_and_fits_its_configuration(tm
     assert names == {"executor": None, "lend": "lender"}, "the first may be several, by their containers' names"
 
 
-def test_the_prompts_that_its_shell_makes_are_prompts(tmp_path: Path) -> None:
+def test_prompts_made_by_the_compose_shell_are_valid(tmp_path: Path) -> None:
     make = roles()["prompts"]["command"][0].strip().splitlines()[0].replace("/tmp/", f"{tmp_path}/")
     subprocess.run(["sh", "-ec", make.replace("$$", "$")], check=True)
     prompts = read_prompts(tmp_path / "prompts.jsonl", ("calculator",))
@@ -91,7 +91,7 @@ def test_the_prompts_that_its_shell_makes_are_prompts(tmp_path: Path) -> None:
     assert len({prompt.group_id for prompt in prompts}) == total
 
 
-def test_roles_run_without_rights_and_write_nowhere_but_where_they_may() -> None:
+def test_roles_run_unprivileged_and_write_only_to_allowed_paths() -> None:
     for name, each in roles().items():
         assert each["read_only"] and each["user"] == "10001:10001" and each["cap_drop"] == ["ALL"], name
         assert {volume.split(":")[0] for volume in each.get("volumes", [])} <= set(compose()["volumes"])
@@ -103,7 +103,7 @@ def test_roles_run_without_rights_and_write_nowhere_but_where_they_may() -> None
                 assert (FILE.parent / source).exists()
 
 
-def test_prometheus_asks_every_role_where_it_answers() -> None:
+def test_prometheus_scrapes_every_role_at_its_port() -> None:
     scraped = yaml.safe_load(compose()["configs"]["prometheus.yml"]["content"])
     (scrape,) = scraped["scrape_configs"]
     (targets, serving), (_, of_servers) = zip(

@@ -1,4 +1,4 @@
-"""The images, built here: what is in the large ones, and the whole loop run from all of them as another user.
+"""The images, built here: the contents of the large images, and a run from all images as another user.
 
 Namespaces and cgroups are not tested: there is no container engine here.
 """
@@ -22,7 +22,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 OWN_MEGABYTES = 150
-"""Of the engine's and the trainer's image, beside torch, vLLM and what those need."""
+"""Size limit of the engine and trainer images beyond torch, vLLM and their dependencies."""
 
 GROUPS, GROUP_SIZE, GROUPS_OF_OWN = 32, 8, 2
 
@@ -54,24 +54,24 @@ print(sum(found.values()) / 1e6)
 
 @pytest.fixture(scope="module")
 def debian() -> Debian:
-    """The engine's image adds a package."""
+    """The base of an engine image, which adds a package."""
     return WHOLE
 
 
 @pytest.fixture(scope="module")
 def own(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Container:
-    """An image with an environment of a user's own: the one of docs/guides/environments.md."""
+    """An image with a user's own environment, from docs/guides/environments.md."""
     images.container("light")
     root = Path(__file__).parents[2]
     folder = tmp_path_factory.mktemp("own")
-    told = (root / "docs" / "guides" / "environments.md").read_text()
-    (folder / "guessing.py").write_text(told.split("```python\n", 1)[1].split("```", 1)[0])
+    page = (root / "docs" / "guides" / "environments.md").read_text()
+    (folder / "guessing.py").write_text(page.split("```python\n", 1)[1].split("```", 1)[0])
     images.builder.build(root / "deploy" / "images" / "environment.Containerfile", folder, "rose-own")
     return images.builder.container("rose-own")
 
 
 @pytest.mark.parametrize("family", ["engine", "trainer"])
-def test_an_image_is_small_has_no_compiler_and_says_what_is_in_it(images: Images, family: str) -> None:
+def test_image_is_small_without_a_compiler_and_lists_its_contents(images: Images, family: str) -> None:
     size = look_into(images, family)
     base = size - images.container(family).megabytes("/opt/rose")
     of_others = float(images.container("engine").answers("python", "-c", OF_TORCH_AND_VLLM))
@@ -79,10 +79,8 @@ def test_an_image_is_small_has_no_compiler_and_says_what_is_in_it(images: Images
     assert size < base + of_others + OWN_MEGABYTES
 
 
-def test_beside_a_vllm_that_has_no_rose_it_comes_with_what_is_missing_and_replaces_nothing(
-    images: Images, tmp_path: Path
-) -> None:
-    """As the init container does it, for a server in an image of its own."""
+def test_lender_image_adds_missing_packages_to_vllm_and_replaces_none(images: Images, tmp_path: Path) -> None:
+    """The test does the steps of the init container, for a server in its own image."""
     os.chown(tmp_path, 10001, 10001)
     volumes = {tmp_path: "/rose"}
     done = images.container("light").run("rose-beside", "/rose", volumes=volumes)
@@ -91,22 +89,20 @@ def test_beside_a_vllm_that_has_no_rose_it_comes_with_what_is_missing_and_replac
     (site,) = server.root.glob("opt/rose/lib/python3.*/site-packages")
     for each in ("rose", f"rose_rollouts-{VERSION}.dist-info", "confluent_kafka"):
         shutil.move(site / each, server.root / "opt" / each)
-    asked = """
+    program = """
 import confluent_kafka, numpy, vllm, rose.pipeline.cli.roles
 from importlib.metadata import entry_points
 (plugin,) = entry_points(group="vllm.general_plugins", name="rose")
 plugin.load()
 print(confluent_kafka.__file__, numpy.__file__, rose.__file__)
 """
-    told = server.run("python", "-c", asked, environment={"PYTHONPATH": "/rose"}, volumes=volumes)
-    assert told.returncode == 0, told.stderr
-    missing, there, rose = told.stdout.split()[-3:]
+    page = server.run("python", "-c", program, environment={"PYTHONPATH": "/rose"}, volumes=volumes)
+    assert page.returncode == 0, page.stderr
+    missing, there, rose = page.stdout.split()[-3:]
     assert missing.startswith("/rose/behind/") and there.startswith("/opt/rose/") and rose.startswith("/rose/rose/")
 
 
-def test_the_loop_runs_from_the_images_as_another_user_and_its_law_holds(
-    images: Images, own: Container, tmp_path: Path
-) -> None:
+def test_run_from_the_images_as_another_user_keeps_the_law(images: Images, own: Container, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     os.chown(runs, 10001, 10001)
@@ -162,7 +158,7 @@ total_groups = {GROUPS + GROUPS_OF_OWN}
         print(audited)
     lines = [json.loads(line) for line in (runs / "demo" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["version"] >= GROUPS // 8 - 1
-    asked = (GROUPS + GROUPS_OF_OWN) * GROUP_SIZE
-    assert f"{asked} requested" in audited
+    requested = (GROUPS + GROUPS_OF_OWN) * GROUP_SIZE
+    assert f"{requested} requested" in audited
     for found in (light, own, engine, trainer):
         assert found.written() == [], "the root may be read-only"

@@ -1,4 +1,4 @@
-"""The light image, built here from the present wheel. The others, and the loop run from all of them, take longer."""
+"""The light image, built here from the current wheel. `test_images.py` builds the others."""
 
 from pathlib import Path
 
@@ -15,21 +15,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MOST_MEGABYTES = 400
 DEBIAN_MEGABYTES = 174
-"""Of them: a Debian with Python that was set up, in whose place these tests have less."""
+"""Size of a set-up Debian with Python, which these tests replace by a smaller base."""
 
 
-def test_it_is_small_has_no_compiler_and_says_what_is_in_it(images: Images) -> None:
+def test_light_image_is_small_without_a_compiler_and_lists_its_contents(images: Images) -> None:
     own = look_into(images, "light") - images.builder.container(BASE).megabytes()
     assert own + DEBIAN_MEGABYTES < MOST_MEGABYTES
 
 
-def test_a_role_that_is_not_there_is_not_well(images: Images) -> None:
-    asked = images.container("light").run("rose", "health")
-    assert asked.returncode == 1 and "nothing answers" in asked.stderr
-    assert "Traceback" not in asked.stderr
+def test_missing_role_is_not_healthy(images: Images) -> None:
+    health = images.container("light").run("rose", "health")
+    assert health.returncode == 1 and "nothing answers" in health.stderr
+    assert "Traceback" not in health.stderr
 
 
-def test_a_role_that_is_asked_to_stop_leaves_well(images: Images, tmp_path: Path) -> None:
+def test_role_asked_to_stop_exits_with_status_0(images: Images, tmp_path: Path) -> None:
     runs, [port] = tmp_path / "runs", free_ports(1)
     runs.mkdir()
     with start(EMBEDDED, tmp_path / "broker") as broker:

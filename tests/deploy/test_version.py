@@ -1,4 +1,4 @@
-"""Wherever a version of ROSE is named it is the present one."""
+"""Every file that names a version of ROSE names the current version."""
 
 import re
 import tomllib
@@ -24,5 +24,5 @@ NAMED = re.compile(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_names_the_present_version(name: str) -> None:
+def test_file_names_the_current_version(name: str) -> None:
     assert set(NAMED.findall((ROOT / name).read_text())) == {VERSION}

@@ -1,4 +1,4 @@
-"""The wheel, installed into an environment that has other packages with the names of ROSE's own folders."""
+"""The wheel, installed into an environment with other packages that have the names of ROSE's folders."""
 
 import os
 import re
@@ -22,7 +22,7 @@ OTHERS = {
     for folder in FOLDERS
     for name in ("__init__.py", "metrics.py", "config.py")
 }
-"""Files of other packages that lie in the environment before ROSE comes: path below site-packages to text."""
+"""Files of other packages in the environment before ROSE: path below site-packages to text."""
 
 LOADS_THE_PLUGIN = f"""
 import importlib, os
@@ -36,7 +36,7 @@ for each in others:
     assert each is importlib.import_module(each.__name__) and each.NAME == f"{{each.__name__}} of another project"
     print(importlib.import_module(f"{{each.__name__}}.metrics").NAME)
 """
-"""vLLM loads the plugin in this way, here in a server that uses the other packages itself."""
+"""vLLM loads the plugin in this way, here in a server that uses the other packages."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the other packages and then ROSE; what ROSE needs is taken from the present one."""
+    """A virtual environment with the other packages and then ROSE. Dependencies come from the current environment."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=False)
     site = site_of(folder)
@@ -69,12 +69,12 @@ def python_of(environment: Path) -> Path:
 
 
 def ran(*command: str | Path, folder: Path) -> str:
-    """The output of a command that runs in this folder, outside of the checkout. Raises CalledProcessError."""
+    """Return the output of a command that runs in this folder, outside of the checkout. Raises CalledProcessError."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "ROSE_LEND")}
     return subprocess.run(command, cwd=folder, env=variables, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def test_the_wheel_installs_rose_and_nothing_else(wheel: Path) -> None:
+def test_wheel_installs_only_rose(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     tops = {name.partition("/")[0] for name in names}
@@ -83,27 +83,27 @@ def test_the_wheel_installs_rose_and_nothing_else(wheel: Path) -> None:
     assert {f"rose/{file.relative_to(ROOT)}" for file in files if "__pycache__" not in file.parts} <= names
 
 
-def test_the_wheel_has_the_model_that_the_compose_file_names(wheel: Path) -> None:
+def test_wheel_has_the_model_of_the_compose_file(wheel: Path) -> None:
     compose = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
     [folder] = re.findall(r"site-packages/([\w/]+)", compose)
     with zipfile.ZipFile(wheel) as archive:
         assert f"{folder}/config.json" in archive.namelist()
 
 
-def test_the_command_runs_beside_packages_of_the_same_names(environment: Path, tmp_path: Path) -> None:
+def test_command_runs_beside_packages_of_the_same_names(environment: Path, tmp_path: Path) -> None:
     rose = environment / "bin" / "rose"
     assert "Usage: rose" in ran(rose, "--help", folder=tmp_path)
     contract = (ROOT / "docs" / "asyncapi.json").read_text(encoding="utf-8")
     assert ran(rose, "topics", "asyncapi", folder=tmp_path) == contract
 
 
-def test_the_plugin_loads_beside_packages_of_the_same_names(environment: Path, tmp_path: Path) -> None:
+def test_plugin_loads_beside_packages_of_the_same_names(environment: Path, tmp_path: Path) -> None:
     rose, *others = ran(python_of(environment), "-c", LOADS_THE_PLUGIN, folder=tmp_path).splitlines()
     assert Path(rose).is_relative_to(environment)
     assert others == [f"{folder} of another project" for folder in FOLDERS]
 
 
-def test_packages_of_the_same_names_stay_as_they_were(environment: Path) -> None:
+def test_packages_of_the_same_names_are_unchanged(environment: Path) -> None:
     site = site_of(environment)
     found = {
         str(file.relative_to(site)): file.read_text(encoding="utf-8")

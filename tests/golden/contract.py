@@ -1,6 +1,6 @@
-"""What a release promises of its wire: topics, keys, headers and the type of each field, as AsyncAPI says them.
+"""The wire contract of a release: topics, keys, headers and the type of each field, from AsyncAPI.
 
-Whoever reads a log, or writes prompts, was told so: it holds in every later release.
+Readers of a log and writers of prompts rely on the contract, so it holds in every later release.
 """
 
 import json
@@ -19,8 +19,8 @@ from rose.topics.catalog import CATALOG, Topic
 TEXT = frozenset({"description", "summary"})
 
 SAME = frozenset({"title", "type", "format", "pattern", "default", "$ref"})
-"""A default is said by leaving the field out: another one would change what lies on a log. Where fields go by their
-places, titles are their names."""
+"""Keywords that must not change. A field with its default is left out on the wire, so another default would change
+existing records. Fields of arrays are identified by their titles."""
 
 LEAST = frozenset({"minimum", "exclusiveMinimum", "minLength", "minItems"})
 
@@ -30,7 +30,7 @@ Schema = dict[str, Any]
 
 
 def contract() -> Schema:
-    """What this code promises, as JSON has it."""
+    """Return the contract of this code as JSON values."""
     document = asyncapi(load(Common()))
     components = document["components"]
     promised = {
@@ -55,7 +55,7 @@ def contract() -> Schema:
 
 
 def keys_of(topic: Topic) -> list[str]:
-    """Every form that a key may have there, whether of a record or of a mark."""
+    """Return every form that a key may have, of records and of marks."""
     before, _, rest = topic.key.partition("[")
     inside, _, after = rest.partition("]")
     choices = ["", *inside.split("|")] if inside else [""]
@@ -63,7 +63,7 @@ def keys_of(topic: Topic) -> list[str]:
 
 
 def broken(shipped: Schema, now: Schema) -> list[str]:
-    """Of what was promised, what does not hold any more, a line each."""
+    """Return every violation of the old contract, one line each."""
     found: list[str] = []
     for name, topic in shipped["topics"].items():
         other = now["topics"].get(name, {"messages": [], "keys": []})
@@ -81,7 +81,7 @@ def broken(shipped: Schema, now: Schema) -> list[str]:
 
 
 def _other_keys(old: list[str], new: list[str], at: str) -> Iterator[str]:
-    """Who reads keys of several forms passes over one that is new; a single one is read as what it was."""
+    """Whether key forms differ: readers of several forms skip a new form, and a single form is read as before."""
     if gone := set(old) - set(new):
         yield f"topic {at}: no key {sorted(gone)} any more"
     elif len(old) == 1 < len(new):
@@ -89,7 +89,7 @@ def _other_keys(old: list[str], new: list[str], at: str) -> Iterator[str]:
 
 
 def _narrower(old: Any, new: Any, at: str) -> Iterator[str]:
-    """Where `new` refuses what `old` takes, or reads it as something else."""
+    """Whether `new` refuses or reinterprets values that `old` accepts."""
     if new is None:
         yield f"{at} is gone"
         return
@@ -107,7 +107,7 @@ def _narrower(old: Any, new: Any, at: str) -> Iterator[str]:
 
 
 def _breaks(key: str, old: Schema, new: Schema) -> bool:
-    """Whether the keyword, which holds no schema, takes less than it did."""
+    """Whether a keyword without a schema accepts less than before."""
     was, is_now = old.get(key), new.get(key)
     if key in SAME:
         return (key in old, repr(was)) != (key in new, repr(is_now))  # True is 1
@@ -117,7 +117,7 @@ def _breaks(key: str, old: Schema, new: Schema) -> bool:
 
 
 def _narrower_inside(key: str, was: Any, is_now: Any, at: str) -> Iterator[str]:
-    """Of the keywords that hold schemas."""
+    """Compare the keywords that contain schemas."""
     if was is None:
         yield f"{at}: {key} is new"
     elif key == "properties":
@@ -137,7 +137,7 @@ def _narrower_inside(key: str, was: Any, is_now: Any, at: str) -> Iterator[str]:
 
 
 def _bare(schema: Any) -> Any:
-    """Without what is only for people."""
+    """Return the schema without text for people."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""One example of every record as it is now."""
+"""One example of every current record."""
 
 import msgspec
 

@@ -1,6 +1,6 @@
-"""What lies in the payloads of chunks: an index, and slices of weights.
+"""Payloads of chunks: an index and slices of weights.
 
-What slices hold is drawn from SHAKE-256, which no release of a library draws in another way.
+The slices are drawn from SHAKE-256, which no library release draws differently.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from rose.workers.weights.codec import FORMATS
 ELEMENTS = 2048
 
 CHANCES = np.array([0, 8, 8, 128])
-"""Of 256: how likely a weight is to change, by the last two bits of its exponent. They are still, light, light, heavy
+"""Chance of 256 that a weight changes, by the last two bits of its exponent: still, light, light, heavy
 (`codec.hazard`)."""
 
 INDEX = WeightIndex(
@@ -54,7 +54,7 @@ INDEX = WeightIndex(
 
 
 class Piece(NamedTuple):
-    """A slice: what its receiver has, and what it becomes."""
+    """A slice: the base words of its receiver, and the new words."""
 
     name: str
     dtype: str
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 
 def pieces() -> Iterator[Piece]:
-    """An anchor and a delta upon it, of each element type."""
+    """Return an anchor and a delta on the anchor, for each element type."""
     for dtype, form in FORMATS.items():
         old = weights(dtype)
         yield Piece(f"{dtype}-anchor", dtype, np.zeros(ELEMENTS, dtype=form.word), old)
@@ -71,7 +71,7 @@ def pieces() -> Iterator[Piece]:
 
 
 def weights(dtype: str) -> NDArray[Any]:
-    """Of twelve exponents below and above one, with zeros, subnormals, infinities and NaNs of either sign before."""
+    """Return weights of twelve exponents around one, after zeros, subnormals, infinities and NaNs of both signs."""
     form = FORMATS[dtype]
     bits, drawn = form.mantissa_bits, noise(f"weights of {dtype}", form.word)
     exponents = (form.exponent_mask >> 1) - 8 + noise(f"exponents of {dtype}", np.uint8) % 12
@@ -84,7 +84,7 @@ def weights(dtype: str) -> NDArray[Any]:
 
 
 def moved(old: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Some of the words one to three further on or back, or anywhere."""
+    """Return the words with some moved by one to three, or anywhere."""
     form = FORMATS[dtype]
     exponents = (old >> form.word(form.mantissa_bits)) & form.word(form.exponent_mask)
     changes = noise(f"changes of {dtype}", np.uint8) < CHANCES[exponents % 4]
@@ -94,11 +94,11 @@ def moved(old: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def noise(seed: str, word: Any) -> NDArray[Any]:
-    """Words of any bits, always the same for a seed."""
+    """Return words of any bits, determined by the seed."""
     drawn = shake_256(seed.encode()).digest(ELEMENTS * np.dtype(word).itemsize)
     return np.frombuffer(drawn, dtype=np.dtype(word).newbyteorder("<")).astype(word)
 
 
 def payload_of(piece: Piece) -> bytes:
-    """As this code writes it."""
+    """Return the payload as this code writes it."""
     return codec.encode(piece.old, piece.new, piece.dtype) if piece.old.any() else codec.dense(piece.new)

@@ -1,7 +1,7 @@
-"""What a release leaves behind, in a folder of its name: its contract, the bytes of every record, and of what lies in
-chunks. `python -m tests.golden.release` writes the present version's.
+"""The files of a release, in a folder of its name: its contract, the bytes of every record, and the payloads of chunks.
+`python -m tests.golden.release` writes those of the current version.
 
-What was written down once is never written again: it is what some log holds for ever, and what somebody was told.
+The files of a release are never rewritten, because logs and users rely on them forever.
 """
 
 from importlib.metadata import version
@@ -22,12 +22,12 @@ PRESENT = RELEASES / version("rose-rollouts")
 
 
 def name_of(record: Record | type[Record]) -> str:
-    """Of its file."""
+    """Return the file name of a record."""
     return f"{record.SCHEMA.partition('/')[0]}.msgpack"
 
 
 def write(folder: Path) -> None:
-    """Everything, as this code has it. Raises FileExistsError."""
+    """Write all files of this code. Raises FileExistsError."""
     payloads = folder / "payloads"
     payloads.mkdir(parents=True)
     (folder / "contract.json").write_text(render_document(contract()))

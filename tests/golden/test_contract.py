@@ -1,4 +1,4 @@
-"""Records only grow: whatever a release has promised of its wire holds for ever."""
+"""Records only grow: the wire contract of every release holds forever."""
 
 import copy
 import json
@@ -13,11 +13,11 @@ from tests.golden.release import PRESENT, RELEASES
 
 
 @pytest.mark.parametrize("release", sorted(RELEASES.iterdir()), ids=lambda release: release.name)
-def test_what_a_release_promised_holds(release: Path) -> None:
+def test_contract_of_every_release_holds(release: Path) -> None:
     assert not broken(json.loads((release / "contract.json").read_text()), contract())
 
 
-def test_the_present_version_has_promised_something() -> None:
+def test_current_version_has_a_contract() -> None:
     assert PRESENT.is_dir(), "python -m tests.golden.release"
 
 
@@ -61,7 +61,7 @@ BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("breaks", BREAKS.values(), ids=BREAKS.keys())
-def test_what_breaks_a_promise_is_seen(breaks: Callable[[dict[str, Any]], object]) -> None:
+def test_contract_violation_is_detected(breaks: Callable[[dict[str, Any]], object]) -> None:
     now = contract()
     breaks(now)
     assert broken(contract(), now)
@@ -74,8 +74,8 @@ def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
         yield schema
 
 
-def test_all_lists_and_texts_have_a_most() -> None:
-    """Where none was promised none can be set later. A list of fixed places is a struct, which grows at its end."""
+def test_all_lists_and_texts_have_a_maximum_length() -> None:
+    """A missing maximum cannot be added later. A list of fixed length is a struct, which grows at its end."""
     for schema in schemas_within(contract()["schemas"]):
         match schema["type"]:
             case "array":
@@ -84,7 +84,7 @@ def test_all_lists_and_texts_have_a_most() -> None:
                 assert "maxLength" in schema or "pattern" in schema or "enum" in schema, schema
 
 
-def test_what_grows_breaks_none() -> None:
+def test_added_fields_violate_no_contract() -> None:
     shipped, now = contract(), contract()
     fields(now)["from_the_future"] = {"type": "string", "default": ""}
     fields(now)["turn"].update(exclusiveMaximum=1024)

@@ -1,4 +1,4 @@
-"""Bytes once shipped decode for ever, and any MessagePack implementation reads them."""
+"""Released bytes decode forever, with any MessagePack implementation."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -29,15 +29,15 @@ def test_every_record_has_an_example() -> None:
 @pytest.mark.parametrize(
     "path", sorted(RELEASES.glob("*/*.msgpack")), ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
-def test_bytes_of_a_release_decode_to_what_they_held(path: Path) -> None:
+def test_bytes_of_a_release_decode_to_the_original_records(path: Path) -> None:
     (record,) = [record for record in RECORDS if name_of(record) == path.name]
-    said = msgpack.unpackb(path.read_bytes())
+    values = msgpack.unpackb(path.read_bytes())
     now = msgpack.unpackb(encode(decode(record, path.read_bytes())))
-    assert said and {field: now[field] for field in said} == said
+    assert values and {field: now[field] for field in values} == values
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=SCHEMA)
-def test_the_plain_msgpack_package_reads_the_same(example: Record) -> None:
+def test_plain_msgpack_package_reads_the_same_values(example: Record) -> None:
     read = msgpack.unpackb(encode(example))
     assert set(read) <= {field.encode_name for field in msgspec.structs.fields(example)}
     decoded_again = decode(type(example), msgpack.packb(read))
@@ -45,9 +45,8 @@ def test_the_plain_msgpack_package_reads_the_same(example: Record) -> None:
 
 
 def grown(kind: types.Type, value: Any) -> Any:
-    """The value as the next release may write it: with one more field in each map, one more place in each list, of all
-    structs within it.
-    """
+    """Return the value as the next release may write it: with an additional field in each map and an additional element
+    in each list of the nested structs."""
     match kind:
         case types.Metadata():
             named = (kind.extra or {}).get("record")
@@ -67,7 +66,7 @@ def grown(kind: types.Type, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=SCHEMA)
-def test_what_the_future_adds_to_a_struct_is_ignored(example: Record) -> None:
+def test_unknown_struct_fields_are_ignored(example: Record) -> None:
     wire = msgpack.packb(grown(types.type_info(type(example)), msgpack.unpackb(encode(example))))
     assert (b"future" in wire) != isinstance(example, Prompt)
     read = decode(type(example), wire)
@@ -77,7 +76,7 @@ def test_what_the_future_adds_to_a_struct_is_ignored(example: Record) -> None:
     assert read == example
 
 
-def test_digests_are_those_that_the_documents_name() -> None:
+def test_digests_match_the_documentation() -> None:
     of_weights = bytes.fromhex("6437b3ac38465133ffb63b75273a8db5")  # b3sum -l 16
     others = bytes.fromhex("cf4ab791c62b8d2b2109c90275287816")  # b2sum -l 128
     assert layout.digest_of(b"abc") == of_weights

@@ -1,4 +1,4 @@
-"""The command in a folder of the test's own, topics with a reader, and what environment workers are tested with."""
+"""Fixtures: the command in a folder of the test, topics with a reader, and the setup of environment workers."""
 
 import dataclasses
 import random
@@ -25,13 +25,13 @@ def rose(broker_kind: str, tmp_path: Path) -> Rose:
 
 @pytest.fixture
 def settings(broker: AnyBroker, namespace: str) -> BusSettings:
-    """Of a broker with all topics."""
+    """Settings of a broker with all topics."""
     return with_topics(broker.settings(namespace))
 
 
 @pytest.fixture
 def reader(settings: BusSettings) -> Iterator[Reader]:
-    """One that tells ends."""
+    """A reader that reports partition ends."""
     with closing(Reader(settings, "test", group="test", report_ends=True)) as reader:
         yield reader
 
@@ -39,7 +39,7 @@ def reader(settings: BusSettings) -> Iterator[Reader]:
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a policy that a trainer can train."""
-    from tests.support.trainer_fixtures import make_policy  # heavy, and few want it
+    from tests.support.trainer_fixtures import make_policy  # a slow import that few tests need
 
     return make_policy(tmp_path_factory.mktemp("policy"))
 
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def executors(broker: AnyBroker, namespace: str) -> Iterator[ScriptedExecutors]:
-    """Its settings have the dead taken for dead as soon as Apache Kafka allows."""
+    """Scripted executors. Their session timeouts are as short as Apache Kafka allows."""
     settings = broker.settings(namespace)
     quick = {**settings.properties, "session.timeout.ms": "6000"}
     running = ScriptedExecutors(dataclasses.replace(settings, properties=quick), PARTITIONS)
@@ -61,7 +61,7 @@ def executors(broker: AnyBroker, namespace: str) -> Iterator[ScriptedExecutors]:
 
 @pytest.fixture(scope="session")
 def undisturbed(broker: AnyBroker, model: str) -> dict[str, Sample]:
-    """What becomes of the prompts when nothing is killed."""
+    """The samples of the prompts in a run without faults."""
     executors = ScriptedExecutors(broker.settings(f"undisturbed{random.getrandbits(32)}."), PARTITIONS)
     submit_all(executors)
     with worker_process(executors.settings, 0, {"model_folder": model}):

@@ -1,4 +1,4 @@
-"""Readers and writers on a real broker: what is handed out, buried, fetched by place and deleted."""
+"""Readers and writers on a real broker: returned, dead-lettered, fetched and deleted records."""
 
 import json
 import random
@@ -35,9 +35,7 @@ ONE_HEADER_A_NAME = pytest.mark.embedded_fault(
 )
 
 
-def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(
-    settings: BusSettings, reader: Reader
-) -> None:
+def test_undecodable_message_is_returned_raw_and_nothing_is_written(settings: BusSettings, reader: Reader) -> None:
     put(settings, [encode(PROMPT), BAD])
     reader.assign({(PROMPTS, 0): 0})
     good, bad = read_until(reader, 2)
@@ -47,26 +45,26 @@ def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(
     assert not dead_lettered_places(settings, PROMPTS)
 
 
-def test_a_dead_letter_is_the_message_as_it_came_and_says_where_it_lay(settings: BusSettings, reader: Reader) -> None:
+def test_dead_letter_has_the_original_message_and_its_location(settings: BusSettings, reader: Reader) -> None:
     put(settings, [encode(PROMPT), BAD])
     reader.assign({(PROMPTS, 0): 0})
     good, bad = read_until(reader, 2)
     assert isinstance(good, Envelope) and isinstance(bad, InvalidMessage)
     writer = Writer(settings, "test")
-    for _ in range(2):  # a restart says it again
+    for _ in range(2):  # a restart reports the message again
         writer.dead_letter(bad, bad.reason)
     writer.dead_letter(good, "its group is known")
     writer.flush()
-    letters = list(read_dead_letters(settings, PROMPTS))
-    assert [(letter.partition, letter.offset, letter.raw) for letter in letters] == [
+    dead_letters = list(read_dead_letters(settings, PROMPTS))
+    assert [(dead_letter.partition, dead_letter.offset, dead_letter.raw) for dead_letter in dead_letters] == [
         (0, bad.offset, bad.raw),
         (0, good.offset, good.raw),
     ]
-    assert letters[1].reason == "its group is known"
+    assert dead_letters[1].reason == "its group is known"
     assert dead_lettered_places(settings, PROMPTS) == {(0, bad.offset), (0, good.offset)}
 
 
-def test_a_letter_that_was_sent_back_and_died_again_says_where_it_died(settings: BusSettings, reader: Reader) -> None:
+def test_message_dead_lettered_again_has_its_latest_location(settings: BusSettings, reader: Reader) -> None:
     put(settings, [BAD])
     reader.assign({(PROMPTS, 0): 0})
     [first] = read_until(reader, 1)
@@ -74,74 +72,75 @@ def test_a_letter_that_was_sent_back_and_died_again_says_where_it_died(settings:
     writer = Writer(settings, "test")
     writer.dead_letter(first, "one")
     writer.flush()
-    [letter] = read_dead_letters(settings, PROMPTS)
-    writer.forward(PROMPTS, letter.raw, partition=1, key=b"own key")
+    [dead_letter] = read_dead_letters(settings, PROMPTS)
+    writer.forward(PROMPTS, dead_letter.raw, partition=1, key=b"own key")
     writer.flush()
     reader.assign({(PROMPTS, 1): 0})
     [again] = read_until(reader, 1)
     assert isinstance(again, InvalidMessage)
     writer.dead_letter(again, "two")
     writer.flush()
-    found = [(letter.partition, letter.reason, letter.raw) for letter in read_dead_letters(settings, PROMPTS)]
+    found = [
+        (dead_letter.partition, dead_letter.reason, dead_letter.raw)
+        for dead_letter in read_dead_letters(settings, PROMPTS)
+    ]
     assert found == [(0, "one", first.raw), (1, "two", first.raw)]
 
 
 @pytest.mark.parametrize("large", ["value", "headers", pytest.param("many headers", marks=ONE_HEADER_A_NAME)])
-def test_what_is_too_large_once_unpacked_is_a_dead_letter_of_its_beginning(
+def test_message_too_large_once_decompressed_is_dead_lettered_truncated(
     settings: BusSettings, reader: Reader, large: str
 ) -> None:
-    """Topics limit the bytes that travel, and those of a producer that compresses are few."""
+    """Topics limit the transferred bytes, which are few with a compressing producer."""
     packing = {**settings.producer("stranger"), "message.max.bytes": 20_000_000, "compression.type": "gzip"}
     value, headers = {
         "value": (b"x" * 5_000_000, [("padding", b"")]),
         "headers": (b"x" * 900_000, [("padding", b"x" * 5_000_000)]),
         "many headers": (b"x" * 966_000, [("a", b"")] * 20_000),
     }[large]
-    stranger = Producer(packing)
-    stranger.produce(settings.topic(PROMPTS), value=value, key="own key", partition=0, headers=headers)
-    assert stranger.flush(WAIT_SECONDS) == 0
+    raw_producer = Producer(packing)
+    raw_producer.produce(settings.topic(PROMPTS), value=value, key="own key", partition=0, headers=headers)
+    assert raw_producer.flush(WAIT_SECONDS) == 0
     reader.assign({(PROMPTS, 0): 0})
     [bad] = read_until(reader, 1)
     assert isinstance(bad, InvalidMessage)
     writer = Writer(settings, "test")
     writer.dead_letter(bad, bad.reason)
     writer.flush()
-    [letter] = read_dead_letters(settings, PROMPTS)
-    assert (letter.partition, letter.offset) == (0, bad.offset)
-    assert letter.raw == RawMessage(b"own key", value[:MAX_VALUE_BYTES])
-    assert f"{bad.raw.size} bytes lie there" in letter.reason and bad.reason in letter.reason
+    [dead_letter] = read_dead_letters(settings, PROMPTS)
+    assert (dead_letter.partition, dead_letter.offset) == (0, bad.offset)
+    assert dead_letter.raw == RawMessage(b"own key", value[:MAX_VALUE_BYTES])
+    assert f"{bad.raw.size} bytes lie there" in dead_letter.reason and bad.reason in dead_letter.reason
 
 
 @pytest.mark.parametrize("headers", [0, *(pytest.param(number, marks=ONE_HEADER_A_NAME) for number in (9_000, 90_000))])
-def test_whatever_a_topic_takes_fits_its_dead_letters_and_another_partition(
+def test_every_accepted_message_fits_the_dlq_and_another_partition(
     settings: BusSettings, reader: Reader, headers: int
 ) -> None:
-    """However many headers it is made of: each has two lengths of its own on the wire."""
-    said = (("a", b""),) * headers
+    """The number of headers varies, because each header has two lengths on the wire."""
+    headers_of_message = (("a", b""),) * headers
     for spare, limit in (("whole", MAX_MESSAGE_BYTES), ("sent on", FORWARD_BYTES)):
-        value = random.Random(headers).randbytes(limit - RawMessage(b"k", b"", said).size)
-        raw = RawMessage(b"k", value, said)
+        value = random.Random(headers).randbytes(limit - RawMessage(b"k", b"", headers_of_message).size)
+        raw = RawMessage(b"k", value, headers_of_message)
         writer = Writer(settings, "test")
         if spare == "sent on":
             writer.forward(PROMPTS, raw, partition=1, key=b"g" * 128)
         else:
             writer.dead_letter(InvalidMessage(PROMPTS, 0, headers, raw, "bad"), "ü" * MAX_REASON_CHARACTERS)
         writer.flush()
-    [letter] = read_dead_letters(settings, PROMPTS)
-    # Megabytes stay out of a failed assertion: with CI set, pytest shows in minutes how they differ.
-    same = letter.raw == RawMessage(b"k", letter.raw.value, said)
-    assert (same, letter.raw.size) == (True, MAX_MESSAGE_BYTES)
+    [dead_letter] = read_dead_letters(settings, PROMPTS)
+    # Megabytes stay out of a failed assertion: with CI set, pytest takes minutes to show their difference.
+    same = dead_letter.raw == RawMessage(b"k", dead_letter.raw.value, headers_of_message)
+    assert (same, dead_letter.raw.size) == (True, MAX_MESSAGE_BYTES)
 
 
 @pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it sends what Python cannot")
-def test_a_message_with_a_header_whose_name_is_no_text_is_read_without_headers(
-    settings: BusSettings, reader: Reader
-) -> None:
-    """Any client may send one, and the one that reads it cannot say it."""
+def test_message_with_a_non_text_header_name_is_read_without_headers(settings: BusSettings, reader: Reader) -> None:
+    """Any client may send such a header, and confluent-kafka cannot return it."""
     address = ["-b", settings.bootstrap, "-t", settings.topic(PROMPTS), "-p", "0"]
     odd = [b"-H", b"\xff\xfe=1", b"-H", b"said=2"]
     wire = json.dumps(msgspec.to_builtins(PROMPT)).encode()
-    lines = (wire + b"\n" + BAD + b"\n") * 10  # often enough for Python to learn its short cuts
+    lines = (wire + b"\n" + BAD + b"\n") * 10  # enough repetitions for Python's adaptive interpreter
     put(settings, [encode(PROMPT)] * 10)
     subprocess.run(["kcat", *address, "-P", *odd], input=lines, check=True, timeout=WAIT_SECONDS)
     reader.assign({(PROMPTS, 0): 0})
@@ -151,7 +150,7 @@ def test_a_message_with_a_header_whose_name_is_no_text_is_read_without_headers(
         assert isinstance(bad, InvalidMessage) and bad.raw == RawMessage(None, BAD)
 
 
-def test_what_is_not_picked_is_not_decoded_and_tells_its_size(settings: BusSettings, reader: Reader) -> None:
+def test_unselected_message_is_not_decoded_and_has_its_size(settings: BusSettings, reader: Reader) -> None:
     wire = encode(PROMPT)
     put(settings, [wire, BAD, wire, BAD])
     put(settings, [wire], partition=1)
@@ -170,8 +169,8 @@ def test_what_is_not_picked_is_not_decoded_and_tells_its_size(settings: BusSetti
     assert {at: item.value_bytes for at, item in found.items() if isinstance(item, SkippedMessage)} == sizes
 
 
-def test_who_has_fetched_ahead_all_it_may_is_not_left_with_nothing_to_read(settings: BusSettings) -> None:
-    """librdkafka would look after a second whether there is room again; its reader has read everything long before."""
+def test_reader_with_a_full_prefetch_still_gets_records(settings: BusSettings) -> None:
+    """librdkafka would check for room only after a second, when the reader has long read everything."""
     if settings.embedded:
         pytest.skip("an answer of the embedded broker holds the whole partition: nothing is left to fetch")
     put(settings, [random.Random(each).randbytes(2**16) for each in range(100)])
@@ -186,7 +185,7 @@ def test_who_has_fetched_ahead_all_it_may_is_not_left_with_nothing_to_read(setti
 
 
 @pytest.mark.parametrize("far", [0, 5, 10**9])
-def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettings, reader: Reader, far: int) -> None:
+def test_every_requested_offset_is_fetched_or_missing(settings: BusSettings, reader: Reader, far: int) -> None:
     put(settings, [BAD if number == 7 else encode(PROMPT) for number in range(40)])
     put(settings, [encode(PROMPT)] * 3, partition=1)
     fetch = RecordFetch(
@@ -199,7 +198,7 @@ def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettin
     assert missing == {(0, 7), (0, 40), (0, 1000), (9, 0)}
 
 
-def test_many_ends_asked_for_at_once_are_those_that_each_partition_tells(settings: BusSettings) -> None:
+def test_end_offsets_of_many_partitions_equal_those_of_each_partition(settings: BusSettings) -> None:
     writer = Writer(settings, "test", transactional_id="test")
     writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="done"))
     await_transactions(settings, [(OUTCOMES, 0)], client_id="test")
@@ -219,9 +218,7 @@ def test_many_ends_asked_for_at_once_are_those_that_each_partition_tells(setting
 
 
 @pytest.mark.parametrize("far", [0, 5, 10**9])
-def test_what_is_looked_for_is_found_behind_its_hint_or_given_up(
-    settings: BusSettings, reader: Reader, far: int
-) -> None:
+def test_searched_record_is_found_after_its_hint_or_abandoned(settings: BusSettings, reader: Reader, far: int) -> None:
     notes = [str(number) for number in range(60)]
     put(settings, [encode(msgspec.structs.replace(PROMPT, environment=note)) for note in notes])
     put(settings, [BAD, encode(msgspec.structs.replace(PROMPT, environment="there"))], partition=1)
@@ -236,21 +233,19 @@ def test_what_is_looked_for_is_found_behind_its_hint_or_given_up(
         jump_records=far,
     )
     found = [(name, envelope.partition, envelope.offset) for name, envelope in find]
-    wanted = [("2", 0, 2), ("3", 0, 3), ("7", 0, 7), ("40", 0, 40), ("59", 0, 59), ("there", 1, 1)]
-    assert sorted(found) == sorted(wanted)
+    expected = [("2", 0, 2), ("3", 0, 3), ("7", 0, 7), ("40", 0, 40), ("59", 0, 59), ("there", 1, 1)]
+    assert sorted(found) == sorted(expected)
     assert [offset for _, partition, offset in found if partition == 0] == [2, 3, 7, 40, 59]
 
 
 @pytest.mark.slow
-def test_what_does_not_come_soon_after_its_hint_is_not_looked_for_to_the_end(
-    settings: BusSettings, reader: Reader
-) -> None:
+def test_search_ends_soon_after_its_hint(settings: BusSettings, reader: Reader) -> None:
     put(settings, [encode(PROMPT)] * (2 * SEARCH_RECORDS))
     find = RecordSearch(reader, {(PROMPTS, 0): {"nowhere": 0}}, lambda _found: None)
     assert list(find) == [] and SEARCH_RECORDS < find.records_read < SEARCH_RECORDS + 1_000
 
 
-def test_what_is_needed_or_young_is_not_deleted(settings: BusSettings) -> None:
+def test_needed_or_young_records_are_not_deleted(settings: BusSettings) -> None:
     put(settings, [encode(PROMPT)] * 5)
 
     def kept() -> list[int]:
@@ -264,7 +259,7 @@ def test_what_is_needed_or_young_is_not_deleted(settings: BusSettings) -> None:
     assert delete_before(at_once, {(PROMPTS, 0): 2}, client_id="test") == {}, "it never goes back"
 
 
-def test_reading_back_tells_what_is_spoiled_and_lets_its_caller_live(settings: BusSettings) -> None:
+def test_replay_reports_undecodable_messages_and_calls_back(settings: BusSettings) -> None:
     put(settings, [encode(PROMPT), BAD, encode(PROMPT)])
     spoiled: list[InvalidMessage] = []
     alive: list[int] = []
@@ -277,12 +272,12 @@ def test_reading_back_tells_what_is_spoiled_and_lets_its_caller_live(settings: B
     assert found == [0, 2] and [item.offset for item in spoiled] == [1] and alive
 
 
-def test_every_name_at_the_broker_has_one_prefix(settings: BusSettings) -> None:
+def test_every_name_at_the_broker_has_the_namespace_prefix(settings: BusSettings) -> None:
     names = [settings.name("environment"), settings.topic(PROMPTS), settings.topic(OUTCOMES)]
     assert all(name.startswith(f"{settings.namespace}rose.") for name in names)
 
 
-def test_a_record_that_readers_refuse_is_refused_at_its_writer(settings: BusSettings) -> None:
+def test_record_refused_by_readers_is_refused_by_its_writer(settings: BusSettings) -> None:
     writer = Writer(settings, "test")
     broken = Prompt(group_id="g", group_size=1, environment="e", seed=1, arguments={"n": 2**70})
     with pytest.raises(RecordError, match="written"):

@@ -1,4 +1,5 @@
-"""Members of a group on a real broker: who is given partitions reads them, whoever else comes, goes or asks again."""
+"""Members of a group on a real broker: a member reads its assigned partitions while other members join, leave or
+rejoin."""
 
 import time
 from contextlib import closing
@@ -18,7 +19,7 @@ from tests.golden.examples import PROMPT
 from tests.support.bus_fixtures import HOMES, WAIT_SECONDS, put, read_until
 
 
-def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings) -> None:
+def test_new_assignment_of_a_paused_partition_is_read(settings: BusSettings) -> None:
     put(settings, [encode(PROMPT)])
     with closing(Reader(settings, "test", group="test", report_ends=True)) as reader:
         for again in range(3):
@@ -26,11 +27,11 @@ def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: 
             assert read_until(reader, 1), f"nothing is read after assignment {again}"
             reader.pause([(PROMPTS, 0)])
             reader.assign({})
-            reader.pause([(PROMPTS, 0)])  # of what is not assigned: no harm
+            reader.pause([(PROMPTS, 0)])  # pausing an unassigned partition does no harm
 
 
-def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settings: BusSettings) -> None:
-    """A full window pauses the prompts; then another member joins, and leaves again."""
+def test_new_group_assignment_is_read_after_all_partitions_were_paused(settings: BusSettings) -> None:
+    """A full window pauses the prompts; then another member joins and leaves again."""
 
     def member(name: str) -> tuple[Reader, list[list[Place]]]:
         assignments: list[list[Place]] = []
@@ -66,8 +67,8 @@ def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settin
     other.close()
 
 
-def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSettings) -> None:
-    """The embedded broker forgets both, if the second comes just as its wait for others is over."""
+def test_member_that_joins_soon_after_another_gets_partitions(settings: BusSettings) -> None:
+    """The embedded broker forgets both members if the second joins just as its wait for others ends."""
     taken_in: list[str] = []
 
     def join(pair: int, name: str) -> Reader:
@@ -93,33 +94,33 @@ def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSetti
         member.close()
 
 
-def test_a_member_that_asked_again_or_has_left_hears_nothing_of_what_its_former_self_is_told(
+def test_rejoined_or_left_member_ignores_answers_to_its_former_membership(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
-    on a thread of its own."""
-    asked: list[tuple[IdleConsumer, dict[str, Any]]] = []
-    told: list[list[Place]] = []
+    """The answer to the first subscription may arrive just as the second is sent. The leaving consumer then reports it
+    on its own thread."""
+    subscriptions: list[tuple[IdleConsumer, dict[str, Any]]] = []
+    reported_assignments: list[list[Place]] = []
     closed: list[IdleConsumer] = []
 
     def assigned(places: list[Place]) -> dict[Place, int]:
-        told.append(places)
+        reported_assignments.append(places)
         return {}
 
-    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: subscriptions.append((self, answers)))
     monkeypatch.setattr(IdleConsumer, "close", lambda self: closed.append(self))
     with closing(Reader(replace(settings, embedded=True), "late", group="late", member_id="late")) as reader:
-        reader.subscribe([PROMPTS], on_assigned=assigned, on_revoked=told.append)
+        reader.subscribe([PROMPTS], on_assigned=assigned, on_revoked=reported_assignments.append)
         reader._rejoin()
-        (former, answers), (present, _) = asked
+        (former, answers), (present, _) = subscriptions
         home = TopicPartition(settings.topic(PROMPTS), 0)
         answers["on_assign"](former, [home])
         answers["on_revoke"](former, [home])
-        assert told == []
+        assert reported_assignments == []
         answers["on_assign"](present, [home])
-        assert told == [[(PROMPTS, 0)]]
+        assert reported_assignments == [[(PROMPTS, 0)]]
     answers["on_assign"](present, [home])
     answers["on_revoke"](present, [home])
-    assert told == [[(PROMPTS, 0)]], "who has left is told nothing, though an assignment may lie unread"
+    assert reported_assignments == [[(PROMPTS, 0)]], "who has left is told nothing, though an assignment may lie unread"
     reader.close()
     assert closed.count(present) == 1, "a client that is closed twice at once may wait for ever"

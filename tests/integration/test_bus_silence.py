@@ -1,4 +1,4 @@
-"""A broker that is frozen: who asks it something is not silent itself meanwhile, and gives up when it is told to."""
+"""A frozen broker: a waiting client calls back during the wait, and stops waiting when told to."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +32,8 @@ CALLS = 3
 pytestmark = pytest.mark.slow
 
 
-class GivenUp(Exception):
-    """Raised by whoever asks."""
+class QueryAborted(Exception):
+    """Raised by the callback of a test."""
 
 
 @pytest.fixture
@@ -43,39 +43,39 @@ def settings(own_broker: Broker) -> Iterator[BusSettings]:
 
 
 READINGS: list[Callable[[BusSettings, Callable[[], None]], object]] = [
-    lambda settings, meanwhile: dead_lettered_places(settings, PROMPTS, on_wait=meanwhile),
-    lambda settings, meanwhile: list(read_to_end(settings, {(PROMPTS, 0): 0}, on_wait=meanwhile)),
+    lambda settings, on_wait: dead_lettered_places(settings, PROMPTS, on_wait=on_wait),
+    lambda settings, on_wait: list(read_to_end(settings, {(PROMPTS, 0): 0}, on_wait=on_wait)),
 ]
 
 
 @any_broker
 @pytest.mark.parametrize("read", READINGS, ids=["letters", "log"])
-def test_reading_back_ends_when_whoever_reads_says_so(
+def test_replay_ends_when_its_caller_stops(
     settings: BusSettings, own_broker: Broker, read: Callable[[BusSettings, Callable[[], None]], object]
 ) -> None:
-    """Also once it has begun, where nothing else ends it before the broker is back."""
+    """The stop also ends a started replay, which nothing else would end before the broker returns."""
     with closing(Writer(settings, "test")) as writer:
         writer.dead_letter(InvalidMessage(PROMPTS, 0, 0, RawMessage(b"g", b"v", ()), "spoiled"), "spoiled")
         writer.write(PROMPTS, PROMPT, key="g", partition=0)
         writer.flush()
     calls = 0
 
-    def meanwhile() -> None:
+    def on_wait() -> None:
         nonlocal calls
         calls += 1
         own_broker.send_signal(signal.SIGSTOP)
         if calls == CALLS:
-            raise GivenUp
+            raise QueryAborted
 
     def given_up() -> bool:
         nonlocal calls
         calls = 0
         own_broker.send_signal(signal.SIGCONT)
         try:
-            read(settings, meanwhile)
-        except GivenUp:
+            read(settings, on_wait)
+        except QueryAborted:
             return True
-        return False  # all of it had come before the broker was frozen
+        return False  # everything had arrived before the broker was frozen
 
     until(given_up)
 
@@ -84,21 +84,21 @@ def owner(settings: BusSettings, **more: Callable[[], bool | None]) -> Writer:
     return Writer(settings, "test", transactional_id="test", **more)  # type: ignore[arg-type]
 
 
-def test_who_takes_a_name_over_is_heard_of_until_the_broker_is_back_and_has_it_then(
+def test_writer_that_takes_over_a_name_calls_back_until_the_broker_returns(
     settings: BusSettings, own_broker: Broker
 ) -> None:
     last, calls = owner(settings), 0
     last.begin()
     last.write(PROMPTS, PROMPT, key="g", partition=0)
 
-    def meanwhile() -> None:
+    def on_wait() -> None:
         nonlocal calls
         calls += 1
         if calls == CALLS:
             own_broker.send_signal(signal.SIGCONT)
 
     own_broker.send_signal(signal.SIGSTOP)
-    with closing(owner(settings, on_wait=meanwhile)) as present:
+    with closing(owner(settings, on_wait=on_wait)) as present:
         assert calls >= CALLS
         present.begin()
         present.write(PROMPTS, PROMPT, key="g", partition=1)
@@ -110,14 +110,14 @@ def test_who_takes_a_name_over_is_heard_of_until_the_broker_is_back_and_has_it_t
 
 
 @any_broker
-def test_who_is_asked_to_leave_takes_no_name_over(settings: BusSettings, own_broker: Broker) -> None:
+def test_stopping_writer_takes_over_no_name(settings: BusSettings, own_broker: Broker) -> None:
     own_broker.send_signal(signal.SIGSTOP)
     with pytest.raises(BusError, match="nobody waits for it any more"):
         owner(settings, still_needed=lambda: False)
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
-def test_nor_does_who_is_asked_to_leave_while_it_looks_who_owned_the_name(
+def test_writer_stopped_during_the_owner_query_takes_over_no_name(
     settings: BusSettings, own_broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask, leaves = Reader.committed, Event()
@@ -142,34 +142,32 @@ QUESTIONS: list[Callable[[Reader], object]] = [
 
 @any_broker
 @pytest.mark.parametrize("ask", QUESTIONS, ids=["committed", "watermarks", "all_watermarks", "partitions"])
-def test_a_question_ends_when_whoever_asks_says_so(
+def test_query_ends_when_its_caller_stops(
     settings: BusSettings, own_broker: Broker, ask: Callable[[Reader], object]
 ) -> None:
-    def meanwhile() -> None:
-        raise GivenUp
+    def on_wait() -> None:
+        raise QueryAborted
 
-    with closing(Reader(settings, "test", group="test", on_wait=meanwhile)) as reader:
+    with closing(Reader(settings, "test", group="test", on_wait=on_wait)) as reader:
         ask(reader)
         own_broker.send_signal(signal.SIGSTOP)
-        with pytest.raises(GivenUp):
+        with pytest.raises(QueryAborted):
             ask(reader)
         own_broker.send_signal(signal.SIGCONT)
         ask(reader)
 
 
 @any_broker
-def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
-    own_broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had answered before: a broker that never did is told at once."""
+def test_topic_creation_is_retried_after_a_silent_broker(own_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker had answered before: a broker that never answered is reported at once."""
     monkeypatch.setattr(queries, "WATERMARKS_SECONDS", 4.0)
-    asked = 0
+    calls = 0
 
     class Thawing(AdminClient):  # type: ignore[misc]
         def list_topics(self, *arguments: Any, **named: Any) -> Any:
-            nonlocal asked
-            asked += 1
-            own_broker.send_signal(signal.SIGSTOP if asked == 1 else signal.SIGCONT)
+            nonlocal calls
+            calls += 1
+            own_broker.send_signal(signal.SIGSTOP if calls == 1 else signal.SIGCONT)
             return super().list_topics(*arguments, **named)
 
     settings = own_broker.settings()
@@ -179,21 +177,19 @@ def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
         assert len(create_topics(settings, PARTITIONS)) == len(CATALOG)
     finally:
         own_broker.send_signal(signal.SIGCONT)
-    assert asked > 1
+    assert calls > 1
 
 
 @any_broker
-def test_a_leader_that_does_not_answer_is_not_taken_for_one_that_does(
-    settings: BusSettings, own_broker: Broker
-) -> None:
-    """confluent-kafka raises nothing then."""
+def test_silent_leader_is_not_taken_for_an_answering_leader(settings: BusSettings, own_broker: Broker) -> None:
+    """confluent-kafka raises no error in this case."""
     client = connect(settings)
     place = TopicPartition(settings.topic(PROMPTS), 0)
 
-    def asked(seconds: float) -> int:
+    def query(seconds: float) -> int:
         return offset_in(client.list_offsets({place: OffsetSpec.latest()}, request_timeout=seconds)[place])
 
-    assert asked(30.0) == 0
+    assert query(30.0) == 0
     own_broker.send_signal(signal.SIGSTOP)
     with pytest.raises(KafkaException, match="imed out"):
-        asked(1.0)
+        query(1.0)

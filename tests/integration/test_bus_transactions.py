@@ -1,4 +1,4 @@
-"""Transactions on a real broker: committed once, undone, fenced or made again; and what is left of their writers."""
+"""Transactions on a real broker: committed once, aborted, fenced or repeated; and the release of their writers."""
 
 import random
 from collections.abc import Mapping
@@ -23,23 +23,23 @@ from tests.support.bus_fixtures import put, read_until
 from tests.support.waiting import until
 
 
-def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
+def test_running_reader_sees_commits_of_the_next_owner_of_a_transactional_id(
     settings: BusSettings, reader: Reader
 ) -> None:
-    """As when a worker is killed in the midst of a transaction and started again."""
+    """A worker may be killed within a transaction and restarted."""
 
-    def say(writer: Writer, key: str) -> None:
+    def write_prompt(writer: Writer, key: str) -> None:
         writer.begin()
         writer.write(PROMPTS, PROMPT, key=key, partition=0)
 
     reader.assign({(PROMPTS, 0): 0})
-    for life in range(3):
+    for number in range(3):
         writer = Writer(settings, "test", transactional_id="test")
-        say(writer, f"whole {life}")
+        write_prompt(writer, f"whole {number}")
         writer.commit()
         [found] = read_until(reader, 1)
-        assert isinstance(found, Envelope) and found.key == f"whole {life}"
-        say(writer, "half")
+        assert isinstance(found, Envelope) and found.key == f"whole {number}"
+        write_prompt(writer, "half")
         writer.flush()
     Writer(settings, "test", transactional_id="test")
     with pytest.raises(BusError) as refused:
@@ -47,10 +47,10 @@ def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
     assert refused.value.is_fenced
 
 
-def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
+def test_transaction_aborted_by_the_broker_is_repeated_whole_and_once(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first time it names a member that its group does not know, as one does that met a change of coordinators."""
+    """The first attempt names a member that its group does not know, as after a change of coordinators."""
     if settings.embedded:
         pytest.skip("the embedded broker asks nobody who it is, and hides what comes after an abort")
     came: list[Place] = []
@@ -64,18 +64,18 @@ def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
         until(lambda: bool(member.read(1, 0.1)) or bool(came))
         gone = member.group_metadata()
     with closing(Reader(settings, "test", group="test")) as reader:
-        said = [gone, reader.group_metadata(), reader.group_metadata()]
-        monkeypatch.setattr(reader, "group_metadata", lambda: said.pop(0))
+        answers = [gone, reader.group_metadata(), reader.group_metadata()]
+        monkeypatch.setattr(reader, "group_metadata", lambda: answers.pop(0))
         writer = Writer(settings, "test", transactional_id="test")
         for offset in (3, 4):
             writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="outcome"), {(PROMPTS, 0): offset}, reader)
             assert reader.committed([(PROMPTS, 0)]) == {(PROMPTS, 0): offset}
-        assert not said
+        assert not answers
     found = list(read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test"))
     assert [each.key for each in found] == ["outcome", "outcome"]
 
 
-def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(settings: BusSettings) -> None:
+def test_transaction_with_an_unacceptable_record_is_not_repeated(settings: BusSettings) -> None:
     large = {**settings.properties, "message.max.bytes": str(4 * MAX_MESSAGE_BYTES)}
     writer = Writer(replace(settings, properties=large), "test", transactional_id="test")
     tried = []
@@ -91,7 +91,7 @@ def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(sett
     assert len(tried) == 1
 
 
-def test_a_transaction_of_who_was_fenced_is_not_made_again(settings: BusSettings) -> None:
+def test_transaction_of_a_fenced_writer_is_not_repeated(settings: BusSettings) -> None:
     old = Writer(settings, "test", transactional_id="test")
     new = Writer(settings, "test", transactional_id="test")
     with pytest.raises(BusError) as raised:
@@ -101,8 +101,8 @@ def test_a_transaction_of_who_was_fenced_is_not_made_again(settings: BusSettings
     assert [each.key for each in read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test")] == ["new"]
 
 
-def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does_next(settings: BusSettings) -> None:
-    """What it writes goes out by itself: the broker refuses it before the next record is handed over."""
+def test_writer_fenced_within_a_transaction_raises_fenced_on_its_next_call(settings: BusSettings) -> None:
+    """Records are sent in the background: the broker refuses them before the next write."""
     old = Writer(settings, "test", transactional_id="test")
     old.begin()
     Writer(settings, "test", transactional_id="test")
@@ -112,8 +112,8 @@ def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does
     assert refused.value.is_fenced and "fenced by a newer instance" in str(refused.value)
 
 
-def test_no_client_lives_longer_than_its_writer_nor_as_long_if_it_only_began_with_it(settings: BusSettings) -> None:
-    """On the embedded broker it ends what the owner before it left open, with a client of that one's name."""
+def test_clients_end_no_later_than_their_writer(settings: BusSettings) -> None:
+    """On the embedded broker a new writer aborts the open transaction of its predecessor with a client of that name."""
     before = set(enumerate_threads())
     writer = Writer(settings, "test", transactional_id="worker")
     until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])
@@ -123,7 +123,7 @@ def test_no_client_lives_longer_than_its_writer_nor_as_long_if_it_only_began_wit
     until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])
 
 
-def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings, reader: Reader) -> None:
+def test_transaction_marker_offset_has_no_record(settings: BusSettings, reader: Reader) -> None:
     writer = Writer(settings, "test", transactional_id="test")
     for _ in range(2):
         writer.begin()
@@ -131,14 +131,14 @@ def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings
         writer.commit()
     await_transactions(
         settings, [(PROMPTS, 0)], client_id="test"
-    )  # Kafka writes a commit's marker after it has said yes
+    )  # Kafka writes the marker of a commit after its acknowledgement
     fetch = RecordFetch(reader, {(PROMPTS, 0): range(4)})
     fetched = [envelope.offset for envelope in fetch]
     assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
 
 
-def test_another_thread_commits_what_a_reader_has_read_while_it_reads_on(settings: BusSettings) -> None:
-    """The client lets one thread in at a time, and a reader that waits for records is in it nearly always."""
+def test_offsets_are_committed_by_another_thread_while_the_reader_continues(settings: BusSettings) -> None:
+    """The client admits one thread at a time, and a reader that waits for records is in the client almost always."""
     put(settings, [encode(PROMPT)])
     done = Event()
 

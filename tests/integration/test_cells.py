@@ -1,4 +1,4 @@
-"""Three routers over six cells, each a process: they share them, and nothing is lost when one goes or comes."""
+"""Three router processes share six cells: no turn is lost when a router leaves or joins."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class Routers:
-    """Routers by number, and what they say of the cells."""
+    """Routers by number, and the cells that they report."""
 
     def __init__(self, bus: RouterHarness, processes: ExitStack) -> None:
         self._bus = bus
@@ -35,14 +35,14 @@ class Routers:
             self.running[number] = self._processes.enter_context(router_process(self._bus.settings, number))
 
     def by_cell(self) -> dict[int, str]:
-        """Of each cell, who summed it up last."""
+        """Return the router of the last summary of each cell."""
         found = read_whole_topics(self._bus.settings, [SUMMARIES])
         return {each.record.cell: each.record.router for each in found if isinstance(each.record, CellSummary)}
 
     def until_shared_by(self, *numbers: int) -> None:
-        """Wait until every cell is served, each of these routers serves some, and nobody else does."""
+        """Wait until every cell is served, each of these routers serves some cells, and no other router serves any."""
         names = {f"router-{number}" for number in numbers}
-        self._bus.until(lambda: len(said := self.by_cell()) == CELLS and set(said.values()) == names)
+        self._bus.until(lambda: len(owners := self.by_cell()) == CELLS and set(owners.values()) == names)
 
 
 @pytest.fixture
@@ -63,14 +63,15 @@ def routers(bus: RouterHarness) -> Iterator[Routers]:
 
 
 def whole(bus: RouterHarness) -> None:
-    """Every turn is answered once, by an executor of its own cell, and none ever held more than it offers."""
+    """Assert that every turn is answered once by an executor of its cell, and that no executor held more than its
+    offer."""
     bus.finish()
     assert all(each.slot % CELLS == each.home % CELLS for each in bus.inboxes)
     assert bus.most_held <= MAX_TURNS
 
 
 @kafka_first
-def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: RouterHarness, routers: Routers) -> None:
+def test_routers_share_the_cells_and_a_change_moves_only_some(bus: RouterHarness, routers: Routers) -> None:
     routers.begin(0)
     routers.until_shared_by(0)
     bus.keep_turns_moving(1.0, 2 * CELLS)
@@ -78,7 +79,7 @@ def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Route
     routers.until_shared_by(0, 1, 2)
     bus.keep_turns_moving(2.0, 4 * CELLS)
     if bus.settings.embedded:
-        whole(bus)  # there a leaver's cells wait for it
+        whole(bus)  # there the cells of a leaving router wait for its return
         return
     stop(routers.running[1])
     routers.until_shared_by(0, 2)
@@ -87,7 +88,7 @@ def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Route
 
 
 @kafka_first
-def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: RouterHarness, routers: Routers, broker_kind: str) -> None:
+def test_cells_of_a_killed_router_continue_elsewhere(bus: RouterHarness, routers: Routers, broker_kind: str) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)
     bus.keep_turns_moving(1.0, 2 * CELLS)
@@ -104,7 +105,7 @@ def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: RouterHarness, routers
 
 
 @kafka_first
-def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: RouterHarness, routers: Routers) -> None:
+def test_router_resumed_after_a_freeze_does_no_harm_in_any_cell(bus: RouterHarness, routers: Routers) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)
     freeze(routers.running[2])
@@ -115,11 +116,11 @@ def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: RouterHarness, router
     whole(bus)
 
 
-def test_a_seat_is_one_unbroken_time(bus: RouterHarness) -> None:
+def test_cell_ownership_is_one_unbroken_period(bus: RouterHarness) -> None:
     one = RouterMembership(bus.settings, "router-0")
     bus.until(lambda: len(one.poll(0.05)) == CELLS)
     alone = one.owned
-    if not bus.settings.embedded:  # there a leaver's cells wait for it
+    if not bus.settings.embedded:  # there the cells of a leaving router wait for its return
         other = RouterMembership(bus.settings, "router-1")
         bus.until(lambda: 0 < len(one.poll(0.05)) < CELLS > len(other.poll(0.05)) > 0)
         kept, lost = one.owned, alone - one.owned

@@ -1,6 +1,4 @@
-"""Clocks that are wrong, on a real broker: whatever a writer's clock says, its records are taken and kept for their
-time.
-"""
+"""Wrong clocks on a real broker: records of any writer clock are accepted and kept for their retention."""
 
 import time
 from dataclasses import replace
@@ -22,31 +20,35 @@ from tests.support.bus_fixtures import PARTITIONS, put, with_topics
 
 DAY_SECONDS = 24 * 3600.0
 LEAST_SECONDS = 3600.0
-"""Nearer to the true time than any of the wrong clocks below."""
+"""Smaller than the error of any wrong clock below."""
 
 
 @pytest.mark.parametrize("days", [-400, 400])
-def test_whatever_the_clock_of_a_writer_its_records_are_taken_and_have_the_time_of_the_broker(
+def test_records_of_any_writer_clock_are_accepted_with_broker_time(
     broker: AnyBroker, namespace: str, days: int
 ) -> None:
     settings = with_topics(broker.settings(namespace))
     wrong = int(1000 * (time.time() + days * DAY_SECONDS))
     producer = Producer(settings.producer("wrong"))
-    told: list[Any] = []
+    timestamps: list[Any] = []
     for topic in CATALOG:
         producer.produce(
-            settings.topic(topic), b"value", key=b"key", timestamp=wrong, on_delivery=lambda *each: told.append(each)
+            settings.topic(topic),
+            b"value",
+            key=b"key",
+            timestamp=wrong,
+            on_delivery=lambda *each: timestamps.append(each),
         )
     assert producer.flush(60) == 0
-    assert len(told) == len(CATALOG)
-    for error, message in told:
+    assert len(timestamps) == len(CATALOG)
+    for error, message in timestamps:
         assert error is None, message.topic()
         kind, stamp = message.timestamp()
         assert kind == TIMESTAMP_LOG_APPEND_TIME, message.topic()
         assert abs(stamp / 1000 - time.time()) < LEAST_SECONDS
 
 
-def test_whoever_deletes_what_is_old_deletes_nothing_young_though_its_clock_is_ahead(
+def test_deletion_by_age_keeps_young_records_at_a_fast_local_clock(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, place = with_topics(broker.settings(namespace)), (PROMPTS, 0)
@@ -60,7 +62,7 @@ def test_whoever_deletes_what_is_old_deletes_nothing_young_though_its_clock_is_a
     }
 
 
-def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:
+def test_topic_with_create_time_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
     _make_stamped_by_writers(settings)
     create_topics(settings, PARTITIONS)
@@ -75,13 +77,13 @@ def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker:
 
 
 def _make_stamped_by_writers(settings: BusSettings) -> None:
-    """As 0.2.0 made it."""
+    """Make the topic as version 0.2.0 did."""
     config = {
         name: value
         for name, value in expected_settings(SAMPLES, settings.retention).items()
         if name != "message.timestamp.type"
     }
     topic = NewTopic(settings.topic(SAMPLES), num_partitions=1, replication_factor=1, config=config)
-    admin = connect(settings)  # to be held while it is asked
+    admin = connect(settings)  # keeps a reference during the query
     for made in admin.create_topics([topic]).values():
         made.result()

@@ -1,4 +1,4 @@
-"""A cluster of three Apache Kafka nodes loses one and goes on."""
+"""A cluster of three Apache Kafka nodes works after the loss of one."""
 
 import os
 import select
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
 PROBES = 20
 FROZEN_SECONDS = 45
-"""A session of a node, and what a call that hangs is given, are over long before."""
+"""Exceeds the session of a node and the time of a hung call by far."""
 
 pytestmark = pytest.mark.long
 
@@ -50,9 +50,7 @@ def read(settings: BusSettings, records: int) -> list[bytes | None]:
     return found
 
 
-def test_what_was_acknowledged_is_there_when_its_leader_is_gone_and_the_audit_says_nothing_of_it(
-    cluster: Cluster, namespace: str
-) -> None:
+def test_acknowledged_records_survive_the_loss_of_their_leader(cluster: Cluster, namespace: str) -> None:
     settings, audited = cluster.settings(namespace), cluster.settings(f"{namespace}audited.")
     for each in (settings, audited):
         create_topics(each, Partitions(home=2, slots=1, samples=1, chunks=1), replication_factor=3)
@@ -74,7 +72,7 @@ def test_what_was_acknowledged_is_there_when_its_leader_is_gone_and_the_audit_sa
     assert not done.stderr
 
 
-def test_topics_have_a_copy_on_every_node(cluster: Cluster, namespace: str) -> None:
+def test_topics_have_a_replica_on_every_node(cluster: Cluster, namespace: str) -> None:
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     topics = AdminClient({"bootstrap.servers": cluster.bootstrap}).list_topics(timeout=WAIT_SECONDS).topics
@@ -83,7 +81,7 @@ def test_topics_have_a_copy_on_every_node(cluster: Cluster, namespace: str) -> N
 
 
 def coordinator_of(cluster: Cluster, transactional_id: str) -> Broker:
-    """As Kafka places them: by Java's hash of the id, over the partitions of a topic of its own."""
+    """Return the coordinator by Kafka's rule: Java's hash of the id over the partitions of the coordinator topic."""
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
     partitions = admin.list_topics("__transaction_state", timeout=WAIT_SECONDS).topics["__transaction_state"].partitions
     hashed = reduce(lambda value, byte: (31 * value + byte) % 2**32, transactional_id.encode(), 0)
@@ -92,10 +90,11 @@ def coordinator_of(cluster: Cluster, transactional_id: str) -> Broker:
     return cluster.nodes[leader - 1]
 
 
-def test_a_commit_ends_though_its_coordinator_is_frozen_and_one_given_up_is_decided_before_the_next(
+def test_commit_ends_despite_a_frozen_coordinator_and_is_decided_before_the_next(
     cluster: Cluster, namespace: str
 ) -> None:
-    """Given up while it is on its way to the next coordinator it may still come true: then, and not later."""
+    """A commit that is aborted on its way to the next coordinator may still succeed, but not later than the next
+    transaction."""
 
     def keys() -> list[str | None]:
         return [each.key for each in read_to_end(settings, {(OUTCOMES, 0): 0}, client_id="test")]
@@ -112,7 +111,7 @@ def test_a_commit_ends_though_its_coordinator_is_frozen_and_one_given_up_is_deci
     long_frozen = Timer(FROZEN_SECONDS, frozen.send_signal, [signal.SIGCONT])
     long_frozen.start()
     try:
-        writer.commit()  # librdkafka may hear of the next coordinator in time
+        writer.commit()  # librdkafka may learn of the next coordinator in time
         decided: list[str | None] = ["before"]
     except BusError:
         writer.close()
@@ -131,7 +130,7 @@ def test_a_commit_ends_though_its_coordinator_is_frozen_and_one_given_up_is_deci
 
 
 def group_coordinator_of(cluster: Cluster, settings: BusSettings, group: str) -> Broker:
-    """As the cluster says; asking for offsets has it come up."""
+    """Return the coordinator that the cluster reports; an offset query makes it available."""
     with closing(Reader(settings, "test", group=group)) as reader:
         reader.committed([(OUTCOMES, 0)])
     admin, name = AdminClient({"bootstrap.servers": cluster.bootstrap}), settings.name(group)
@@ -139,10 +138,8 @@ def group_coordinator_of(cluster: Cluster, settings: BusSettings, group: str) ->
     return cluster.nodes[number - 1]
 
 
-def test_a_coordinator_that_is_frozen_is_not_reached_until_another_has_its_place(
-    cluster: Cluster, namespace: str
-) -> None:
-    """Though two brokers of three answer."""
+def test_frozen_coordinator_is_unreachable_until_replaced(cluster: Cluster, namespace: str) -> None:
+    """Two of three brokers answer."""
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     cluster.await_in_sync(WAIT_SECONDS)
@@ -186,7 +183,7 @@ for line in sys.stdin:
 
 @pytest.mark.long
 def test_broker_probe_survives_the_loss_of_a_coordinator(cluster: Cluster, namespace: str) -> None:
-    """An AdminClient that asks for a group's offsets while its coordinator moves brings its process down."""
+    """An AdminClient that queries the offsets of a group while its coordinator moves crashes its process."""
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     cluster.await_in_sync(WAIT_SECONDS)
@@ -217,7 +214,7 @@ sys.stdin.read()
 
 
 @pytest.mark.long
-def test_all_nodes_go_with_their_killed_parent(tmp_path: Path) -> None:
+def test_all_nodes_end_with_their_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(KAFKA))]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:

@@ -1,4 +1,4 @@
-"""The `rose` command as a user meets it: a process, its output, its exit status."""
+"""The `rose` command as users run it: a process, its output and its exit status."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str, status: int) ->
         assert word in done.stderr, done.stderr
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_module() -> None:
     program = (
         "import sys\n"
         "from rose.pipeline.cli.main import app\n"
@@ -70,11 +70,11 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 HEAVY = {"numpy", "prometheus_client", "pydantic_settings", "torch", "transformers", "tokenizers", "vllm", "faust"}
-"""What no look at a run needs."""
+"""Modules that no status command needs."""
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """The modules in a fresh process that has run the command to its end, whatever that was."""
+    """Return the modules of a fresh process that has run the command to any end."""
     program = (
         "import sys\n"
         "from rose.pipeline.cli.main import main\n"
@@ -92,7 +92,7 @@ def without_settings() -> dict[str, str]:
 
 
 @any_broker
-def test_a_look_at_a_run_imports_nothing_heavy(broker: AnyBroker, namespace: str) -> None:
+def test_status_command_imports_no_heavy_module(broker: AnyBroker, namespace: str) -> None:
     log = Log(broker.settings(namespace))
     log.group("a")
     log.progress("a:0")
@@ -109,7 +109,7 @@ def test_a_look_at_a_run_imports_nothing_heavy(broker: AnyBroker, namespace: str
         assert not HEAVY & imported, local
 
 
-def test_a_command_that_does_not_exist_is_bad_usage() -> None:
+def test_unknown_command_is_a_usage_error() -> None:
     assert started("foo").returncode == 2
     assert rose("replay").returncode == 2
 
@@ -142,7 +142,7 @@ def test_create_and_check_tell_what_has_drifted(broker: AnyBroker, namespace: st
 
 @any_broker
 @pytest.mark.slow
-def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
+def test_submit_sends_all_prompts_or_none(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
     common = on(broker, namespace)
     settings = broker.settings(namespace)
     prompts = [Prompt(group_id=f"g{n}", group_size=2, environment="calculator", seed=n) for n in range(5)]
@@ -164,7 +164,7 @@ def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path
 
 @any_broker
 @pytest.mark.slow
-def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, namespace: str) -> None:
+def test_audit_prints_the_conservation_law_and_its_violations(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common)
     settings = broker.settings(namespace)
@@ -189,22 +189,22 @@ def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, nam
     broken = rose("audit", *common)
     refused(broken, "conservation law", status=1)
     assert "1 doubled: g:0" in broken.stdout
-    told = rose("replay", "g:0", *common)
-    assert told.returncode == 0, told.stderr
-    assert "calculator, seed 0" in told.stdout
-    assert told.stdout.count("trained at step 1") == 2
+    output = rose("replay", "g:0", *common)
+    assert output.returncode == 0, output.stderr
+    assert "calculator, seed 0" in output.stdout
+    assert output.stdout.count("trained at step 1") == 2
     for unknown in ("g:2", "h:0", "g"):
         refused(rose("replay", unknown, *common), f"no trajectory {unknown}", status=2)
 
 
 @pytest.mark.parametrize("command", ["topics create", "audit", "router"])
-def test_a_broker_that_does_not_answer_is_told_in_one_sentence(command: str) -> None:
+def test_silent_broker_is_reported_in_one_sentence(command: str) -> None:
     done = rose(*command.split(), "--bootstrap-server", "127.0.0.1:1")
     refused(done, "no Kafka broker answers at 127.0.0.1:1", "--bootstrap-server", status=1)
     assert done.stderr.count("\n") == 1, done.stderr
 
 
-def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
+def test_invalid_settings_are_usage_errors(tmp_path: Path) -> None:
     refused(rose("audit"), "no broker is named", status=2)
     refused(started("audit", "--run", "nowhere", folder=tmp_path), "cannot read runs/nowhere/config.toml", status=2)
     refused(rose("config", "--set", "router.nothing=1"), "no router.nothing", status=2)
@@ -232,7 +232,7 @@ def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
         (("loadgen", "http://127.0.0.1:1", "--set", "run.folder=/dev/null"), "/dev/null/demo cannot be written"),
     ],
 )
-def test_what_is_said_wrong_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+def test_usage_error_is_one_line(arguments: tuple[str, ...], words: str) -> None:
     done = rose(*arguments)
     refused(done, words, status=2)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
@@ -248,7 +248,7 @@ def test_what_is_said_wrong_is_one_line(arguments: tuple[str, ...], words: str) 
         ("prompts.sent", True, "prompts.sent cannot be used (Is a directory): mend that"),
     ],
 )
-def test_what_is_in_the_way_in_a_run_s_folder_is_told_in_a_sentence(
+def test_obstacle_in_a_run_folder_is_reported_in_one_sentence(
     broker: AnyBroker, namespace: str, tmp_path: Path, name: str, folder: bool, words: str
 ) -> None:
     place = tmp_path / "demo" / name
@@ -262,7 +262,7 @@ def test_what_is_in_the_way_in_a_run_s_folder_is_told_in_a_sentence(
     assert done.stderr.count("\n") == 1, done.stderr
 
 
-def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) -> None:
+def test_config_prints_every_value_with_description_and_origin(tmp_path: Path) -> None:
     (tmp_path / "rose.toml").write_text("[router]\nmax_attempts = 3\n")
     done = started("config", "--config", "rose.toml", "--set", "run.seed=7", folder=tmp_path, ROSE_RUN__EXECUTORS="4")
     assert done.returncode == 0, done.stderr
@@ -277,7 +277,7 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
 
 @any_broker
 @pytest.mark.slow
-def test_an_environment_worker_is_well_once_it_has_homes(
+def test_environment_worker_is_healthy_once_it_owns_homes(
     broker: AnyBroker, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = broker.settings(namespace)
@@ -298,7 +298,7 @@ def test_an_environment_worker_is_well_once_it_has_homes(
 
 @any_broker
 @pytest.mark.slow
-def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
+def test_role_serves_its_metrics_and_stops_with_status_0(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
     common, settings, log = on(broker, namespace), broker.settings(namespace), tmp_path / "log"
     create_topics(settings, Partitions())
     (port,) = free_ports(1)

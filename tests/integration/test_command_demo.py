@@ -1,4 +1,4 @@
-"""The demo as a user runs it, only smaller: every role on a real broker, a policy that is trained, a report."""
+"""The demo as users run it, with smaller settings: every role on a real broker, a trained policy, a report."""
 
 import json
 from pathlib import Path
@@ -13,19 +13,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)], indirect=True)
-def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> None:
-    told = rose("demo", *small())
+def test_demo_trains_settles_every_trajectory_and_writes_a_report(rose: Rose) -> None:
+    output = rose("demo", *small())
     run = rose.folder / "runs" / "demo"
     summary = json.loads((run / "summary.json").read_text())
     terms = summary["trajectories"]
-    assert terms["requested"] == TRAJECTORIES, told
+    assert terms["requested"] == TRAJECTORIES, output
     assert sum(count for name, count in terms.items() if name != "requested") == TRAJECTORIES
     assert (terms["in_flight"], summary["lost"], summary["doubled"]) == (0, 0, 0)
     assert summary["success"]["n"] == 16
     assert 0 <= summary["success"]["before"] <= 1
     assert summary["turns"] >= 2 * TRAJECTORIES
     assert summary["weights"]["versions"] == 3
-    assert "held-out success" in told
+    assert "held-out success" in output
     assert (run / "model" / "config.json").exists()
     assert (run / "report.html").stat().st_size > 1_000_000
     assert f"{TRAJECTORIES} requested" in rose("audit", "--run", "demo")
@@ -51,9 +51,9 @@ def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> Non
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
 def test_demo_that_reaches_its_time_limit_measures_and_reports_the_newest_policy(rose: Rose) -> None:
-    told = rose("demo", *small(run__time_limit_seconds=1, tasks__steps=1000))
+    output = rose("demo", *small(run__time_limit_seconds=1, tasks__steps=1000))
     run = rose.folder / "runs" / "demo"
-    assert "stopped early, after 1 s" in told and "held-out success after training" in told
+    assert "stopped early, after 1 s" in output and "held-out success after training" in output
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["lost"], summary["doubled"]) == (0, 0)
     assert summary["trajectories"]["in_flight"] > 0
@@ -62,23 +62,24 @@ def test_demo_that_reaches_its_time_limit_measures_and_reports_the_newest_policy
 
 @pytest.mark.long
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
-def test_the_demo_trains_on_a_server_that_its_users_ask_meanwhile(rose: Rose) -> None:
-    told = rose("demo", *small(run__executors=0, run__lenders=1, users__trace=steady_users(rose.folder)))
+def test_demo_trains_on_a_server_under_user_load(rose: Rose) -> None:
+    output = rose("demo", *small(run__executors=0, run__lenders=1, users__trace=steady_users(rose.folder)))
     run = rose.folder / "runs" / "demo"
     lending = json.loads((run / "summary.json").read_text())["lending"]
     rows = [json.loads(line) for line in (run / "moments.jsonl").read_text().splitlines()]
-    asked = (run / "serving.jsonl").read_text().splitlines()
-    assert (lending["requests"], lending["failed"]) == (len(asked), 0), told
+    requests = (run / "serving.jsonl").read_text().splitlines()
+    assert (lending["requests"], lending["failed"]) == (len(requests), 0), output
     assert lending["share"] == 1
     assert sum(row["lent_tokens"] for row in rows) == pytest.approx(lending["tokens"])
-    assert sum(row["asked"] for row in rows) == len(asked)
+    assert sum(row["asked"] for row in rows) == len(requests)
     assert any(row["asked"] and row["turns"] for row in rows)
     assert 'id="lending"' in (run / "report.html").read_text()
-    assert "requests of users" in told
+    assert "requests of users" in output
 
 
 def steady_users(folder: Path) -> Path:
-    """A trace of a request a second: ROSE's own has half a minute of silence, and a small demo may fall in it."""
+    """Write a trace with one request per second. ROSE's own trace has half a minute of silence, in which a small demo
+    may fall."""
     ask = {"input_length": 512, "output_length": 16}
     trace = folder / "users.jsonl"
     rows = [json.dumps({"timestamp": 1000 * second, "hash_ids": [second], **ask}) for second in range(60)]

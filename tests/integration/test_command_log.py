@@ -1,4 +1,4 @@
-"""What the commands that look at a log tell of one that was written by hand, on a real broker."""
+"""Output of commands that read a log, for a handwritten log on a real broker."""
 
 from contextlib import closing
 from pathlib import Path
@@ -52,8 +52,8 @@ def elsewhere(log: Log, group_id: str) -> int:
     return (log.home(group_id) + 1) % PARTITIONS.home
 
 
-def bury(log: Log, group_id: str, partition: int, offset: int, reason: str = "no such environment") -> None:
-    """Bury the prompt that lies there, as an environment worker does."""
+def dead_letter(log: Log, group_id: str, partition: int, offset: int, reason: str = "no such environment") -> None:
+    """Dead-letter the prompt at this offset, as an environment worker does."""
     [found] = [
         each
         for each in read_whole_topics(log.settings, [PROMPTS])
@@ -64,7 +64,7 @@ def bury(log: Log, group_id: str, partition: int, offset: int, reason: str = "no
 
 
 def produce(settings: BusSettings, value: bytes, *, key: bytes | None = None, partition: int = 0) -> int:
-    """As any program may, with no care for what is in it."""
+    """Produce messages as any program may, without validation."""
     offsets: list[int] = []
     producer = Producer({"bootstrap.servers": settings.bootstrap, "linger.ms": 0})
     producer.produce(
@@ -78,7 +78,7 @@ def produce(settings: BusSettings, value: bytes, *, key: bytes | None = None, pa
     return offsets[0]
 
 
-def test_the_audit_counts_by_groups_and_needs_no_prompt_and_no_turn(log: Log) -> None:
+def test_audit_counts_by_groups_without_reading_prompts_or_turns(log: Log) -> None:
     log.group("a")
     log.progress("a:0", turn=1)
     log.sample("a:1")
@@ -103,26 +103,26 @@ def test_the_audit_counts_by_groups_and_needs_no_prompt_and_no_turn(log: Log) ->
     assert audit_log(log.settings).lost == ("a:0",)
 
 
-def test_a_forwarded_prompt_asks_once_and_not_at_all_when_its_copy_was_refused(log: Log) -> None:
+def test_forwarded_prompt_counts_once_and_not_with_a_refused_copy(log: Log) -> None:
     log.prompt("g", partition=elsewhere(log, "g"))
     assert audit_log(log.settings).requested == 2
     at_home = log.prompt("g", key="g")
     assert audit_log(log.settings).requested == 2
-    bury(log, "g", log.home("g"), at_home)
+    dead_letter(log, "g", log.home("g"), at_home)
     assert audit_log(log.settings).requested == 0
     log.group("g", GroupState.REFUSED, offset=at_home)
     assert audit_log(log.settings).requested == 0
 
 
-def test_a_sample_that_was_dead_lettered_breaks_no_law(log: Log) -> None:
+def test_dead_lettered_sample_does_not_violate_the_law(log: Log) -> None:
     log.group("g")
     log.sample("g:0")
     log.progress("g:1")
     log.sample("g:7")
     accused = audit_log(log.settings)
     assert (accused.clean, accused.unasked) == (False, ("g:7",))
-    [stranger] = [each for each in read_whole_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
-    log.writer.dead_letter(stranger, "g:7 is no trajectory of group g")
+    [unrequested] = [each for each in read_whole_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
+    log.writer.dead_letter(unrequested, "g:7 is no trajectory of group g")
     half = msgspec.msgpack.encode({"trajectory_id": "g:0"})
     log.writer.forward(SAMPLES, RawMessage(b"g", half), partition=0, key=b"g")
     log.writer.flush()
@@ -141,9 +141,7 @@ def named(envelope: Envelope) -> str:
     return envelope.record.trajectory_id if isinstance(envelope.record, Sample) else ""
 
 
-def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
-    log: Log, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_dead_letter_is_listed_with_any_headers(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{log.settings.namespace}{PROMPTS.dead_letters}"
     producer = Producer({"bootstrap.servers": log.settings.bootstrap, "linger.ms": 0})
     producer.produce(name, value=b"{}", key=b"anything", headers=[(PARTITION, b"9" * 5_000), (OFFSET, b"-7")])
@@ -156,7 +154,7 @@ def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
         retry_dead_letter(common(log.settings), f"{PROMPTS.name}/-1/-1", None, None)
 
 
-def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
+def test_dead_letter_is_found_in_a_namespace_that_is_a_topic_prefix(
     broker: AnyBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = Log(broker.settings("rose"))
@@ -168,7 +166,7 @@ def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
         assert f"place    {PROMPTS.name}/0/5" in capsys.readouterr().out
 
 
-def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log: Log) -> None:
+def test_prompt_with_a_too_long_id_is_dead_lettered_and_not_pending(log: Log) -> None:
     line = {"group_id": "x" * 127, "group_size": 2, "environment": "calculator", "seed": 1}
     offset = produce(log.settings, msgspec.json.encode(line))
     assert audit_log(log.settings).requested == 0
@@ -184,7 +182,7 @@ def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log
     assert (found.audit.requested, found.letters) == (0, {PROMPTS: 1})
 
 
-def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trajectory_is_replayed_from_its_home_only(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.prompt("g")
     log.group("g")
     log.progress("g:0", turn=1)
@@ -194,7 +192,7 @@ def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.C
     log.request("g:0", turn=1, at=200.0)
     log.request("g:1", at=300.0)
     print_replay(common(log.settings), "g:0")
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "looked     at the log from",
         "turn 0",
@@ -202,14 +200,14 @@ def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.C
         "completed  by executor-0",
         "the trajectory goes on",
     ):
-        assert words in told
-    assert "00:05:00" not in told, "the other trajectory's request"
+        assert words in output
+    assert "00:05:00" not in output, "the other trajectory's request"
     for unknown in ("g:2", "h:0", "g", "g:x"):
         with pytest.raises(UnknownTrajectory, match=f"no trajectory {unknown}"):
             print_replay(common(log.settings), unknown)
 
 
-def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_shows_a_trajectory_from_prompt_to_end(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     def why(name: str = "g:0") -> str:
         print_why(common(log.settings), name)
         return capsys.readouterr().out
@@ -226,7 +224,7 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
     log.progress("g:1")
     request = log.request("g:0")
     assert "g:0: turn 0 waits in the router since 00:01:40 UTC" in why()
-    for name in ("g:00", "g:2", "g:٣", f"g:{'9' * 5_000}"):  # not lost: nobody asked for it
+    for name in ("g:00", "g:2", "g:٣", f"g:{'9' * 5_000}"):  # not lost, because no prompt requested them
         with pytest.raises(UnknownTrajectory):
             why(name)
     log.dispatch(request)
@@ -244,9 +242,7 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
     assert "g:0: ended as trained at step 1" in why()
 
 
-def test_why_tells_of_a_group_and_of_a_trajectory_that_have_one_name(
-    log: Log, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_shows_a_group_and_a_trajectory_of_one_name(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("g", "g:1"):
         log.prompt(name, key=name)
         log.group(name)
@@ -256,9 +252,7 @@ def test_why_tells_of_a_group_and_of_a_trajectory_that_have_one_name(
 
 
 @pytest.mark.parametrize("spelt", [rb"math\/1", rb"math\u002f1"])
-def test_why_finds_a_prompt_whose_json_has_its_id_in_escapes(
-    log: Log, capsys: pytest.CaptureFixture[str], spelt: bytes
-) -> None:
+def test_why_finds_a_json_prompt_with_an_escaped_id(log: Log, capsys: pytest.CaptureFixture[str], spelt: bytes) -> None:
     line = b'{"group_id": "%s", "group_size": 2, "environment": "calculator"}' % spelt
     offset = produce(log.settings, line, key=b"math/1", partition=log.home("math/1"))
     produce(log.settings, rb'{"group_id": "math\/2", "group_size": 2}', key=b"math/2", partition=log.home("math/2"))
@@ -266,9 +260,9 @@ def test_why_finds_a_prompt_whose_json_has_its_id_in_escapes(
     assert f"its prompt waits at {PROMPTS.name}/{log.home('math/1')}/{offset}" in capsys.readouterr().out
 
 
-def test_why_tells_that_a_prompt_was_refused(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_reports_a_refused_prompt(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     offset = log.prompt("g")
-    bury(log, "g", log.home("g"), offset)
+    dead_letter(log, "g", log.home("g"), offset)
     log.group("g", GroupState.REFUSED, offset=offset)
     print_why(common(log.settings), "g:1")
     assert "was refused: no such environment" in capsys.readouterr().out
@@ -276,7 +270,7 @@ def test_why_tells_that_a_prompt_was_refused(log: Log, capsys: pytest.CaptureFix
 
 @pytest.fixture
 def spoiled_place(log: Log) -> str:
-    """A prompt with a mistake in it that was dead-lettered; its place."""
+    """Dead-letter an invalid prompt; return its location."""
     line = {"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1}
     away = elsewhere(log, "mended")
     offset = produce(log.settings, msgspec.json.encode(line), key=b"\x00key", partition=away)
@@ -294,7 +288,7 @@ def prompts_of(log: Log, group_id: str) -> list[Envelope]:
     return [each for each in found if isinstance(each.record, Prompt) and each.record.group_id == group_id]
 
 
-def test_a_letter_is_listed_shown_mended_and_sent_home_once(
+def test_dead_letter_is_listed_shown_edited_and_resent_once(
     log: Log, spoiled_place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connect = common(log.settings)
@@ -331,7 +325,7 @@ def test_a_letter_is_listed_shown_mended_and_sent_home_once(
     assert "(sent back 20" in capsys.readouterr().out
 
 
-def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resent_prompt_keeps_its_own_headers(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     own = (("topic", b"math"), ("key", b"k"), ("exception", b"none"), ("offset", b"-1"), ("sent-back", b"no"))
     line = msgspec.json.encode({"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1})
     home, connect = log.home("mended"), common(log.settings)
@@ -343,18 +337,18 @@ def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsy
     assert isinstance(found, InvalidMessage)
     log.writer.dead_letter(found, found.reason)
     log.writer.flush()
-    [letter] = read_dead_letters(log.settings, PROMPTS)
-    assert (letter.raw, letter.sent_back_at) == (RawMessage(b"mended", line, own), None)
-    show_dead_letter(connect, letter.place)
+    [dead_letter] = read_dead_letters(log.settings, PROMPTS)
+    assert (dead_letter.raw, dead_letter.sent_back_at) == (RawMessage(b"mended", line, own), None)
+    show_dead_letter(connect, dead_letter.place)
     assert "header   topic = math" in capsys.readouterr().out
-    retry_dead_letter(connect, letter.place, None, ["group_size=2"])
+    retry_dead_letter(connect, dead_letter.place, None, ["group_size=2"])
     [sent] = prompts_of(log, "mended")
     assert [header for header in sent.raw.headers if header[0] != SCHEMA_HEADER] == list(own)
-    [letter] = read_dead_letters(log.settings, PROMPTS)
-    assert letter.raw.headers == own and letter.sent_back_at is not None
+    [dead_letter] = read_dead_letters(log.settings, PROMPTS)
+    assert dead_letter.raw.headers == own and dead_letter.sent_back_at is not None
 
 
-def test_a_letter_is_mended_with_a_file_and_not_into_a_group_that_is_taken(
+def test_dead_letter_is_edited_by_a_file_and_not_into_an_existing_group(
     log: Log, spoiled_place: str, tmp_path: Path
 ) -> None:
     good = Prompt(group_id="taken", group_size=2, environment="calculator", seed=1)
@@ -371,7 +365,7 @@ def test_a_letter_is_mended_with_a_file_and_not_into_a_group_that_is_taken(
         retry_dead_letter(common(log.settings), spoiled_place, tmp_path / "broken.json", None, again=True)
 
 
-def test_places_and_topics_that_are_not_there_are_told(log: Log) -> None:
+def test_missing_offsets_and_topics_are_reported(log: Log) -> None:
     with pytest.raises(UsageError, match="no dead letter lay at"):
         show_dead_letter(common(log.settings), f"{REQUESTED.name}/0/7")
     with pytest.raises(UsageError, match="there is no topic nothing"):

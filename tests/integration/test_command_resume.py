@@ -1,4 +1,4 @@
-"""A run that its user ends goes on where it was."""
+"""A run that its user stops can be resumed."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @best_broker
-def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:
+def test_stopped_run_resumes_where_it_was(rose: Rose) -> None:
     run = rose.folder / "runs" / "demo"
     with rose.start("demo", *small(tasks__steps=3, run__executors=1)) as process:
         deadline, never = monotonic() + PATIENCE_SECONDS, Event()
@@ -25,9 +25,9 @@ def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:
             assert monotonic() < deadline
             never.wait(0.1)
         process.send_signal(signal.SIGINT)
-        told = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, told
-    assert "rose up --run demo" in told
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "rose up --run demo" in output
     rose("up", "--run", "demo")
     terms = json.loads((run / "summary.json").read_text())["trajectories"]
     assert terms["requested"] == 3 * 4 * 4

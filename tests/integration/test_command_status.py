@@ -1,4 +1,4 @@
-"""`rose status` and the live view on a real broker: what stands still is told, by what was received here alone."""
+"""`rose status` and the live view on a real broker: stalls are measured only by what this process received."""
 
 import io
 import json
@@ -77,7 +77,7 @@ def until(looking: RunFollower, condition: Callable[[], bool]) -> None:
         looking.poll(0.05)
 
 
-def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
+def test_open_groups_and_waiting_parts_are_read_from_the_log(log: Log) -> None:
     log.group("a")
     log.progress("a:0")
     log.sample("a:1")
@@ -102,7 +102,7 @@ def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
         assert facts.applied_seconds < old.silent_seconds
 
 
-def test_a_prompt_whose_group_is_open_waits_no_more_though_an_earlier_one_is_still_being_reset(log: Log) -> None:
+def test_prompt_of_an_open_group_is_not_waiting_behind_a_resetting_group(log: Log) -> None:
     names = [name for name in map(str, range(100)) if log.home(name) == 0][:4]
     hangs, opened, ended, last = (log.prompt(name) for name in names)
     log.group(names[1], offset=opened, decided_to=hangs)
@@ -115,9 +115,7 @@ def test_a_prompt_whose_group_is_open_waits_no_more_though_an_earlier_one_is_sti
         assert looking.facts().prompts_waiting == 1
 
 
-def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broker_that_delivers_records_counts_as_answering(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     with watch(log.settings) as looking:
         monkeypatch.setattr(BrokerProbe, "probe", lambda _: None)
         log.heartbeat(worker="e", **REFUSAL)
@@ -125,8 +123,8 @@ def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
         assert looking.unanswered_seconds <= 0.0
 
 
-def test_a_broker_is_not_away_because_nobody_looked(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the looking process was stopped: its questions were, too."""
+def test_unobserved_broker_does_not_count_as_unreachable(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The looking process was stopped, and so were its queries."""
     with watch(log.settings) as looking:
         monkeypatch.setattr(BrokerProbe, "probe", lambda _: None)
         monkeypatch.setattr(looking._reader, "read", lambda *_: [])
@@ -138,7 +136,7 @@ def test_a_broker_is_not_away_because_nobody_looked(log: Log, monkeypatch: pytes
         monkeypatch.setattr(follower, "time", time)
 
 
-def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> None:
+def test_unsigned_versions_and_those_of_another_run_are_ignored(log: Log) -> None:
     key = Ed25519PrivateKey.generate()
     trust = Trust(MANIFEST.model_id, run_id(log.settings.namespace, "demo"), key.public_key())
 
@@ -162,7 +160,7 @@ def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> N
         assert looking.facts().newest_version == 7
 
 
-def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None:
+def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log) -> None:
     probe = BrokerProbe(log.settings)
     alone = probe.probe()
     assert alone is not None
@@ -173,10 +171,10 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
     log.writer.dead_letter(spoiled, "no prompt")
     log.writer.flush()
     reader = Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")
-    begun: list[Place] = []
+    dispatched: list[Place] = []
 
     def assigned(places: list[Place]) -> dict[Place, int]:
-        begun.extend(places)
+        dispatched.extend(places)
         return dict.fromkeys(places, 0)
 
     reader.subscribe(
@@ -185,7 +183,7 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
         on_revoked=lambda places: None,
     )
     deadline = time.monotonic() + WAIT_SECONDS
-    while not begun and time.monotonic() < deadline:
+    while not dispatched and time.monotonic() < deadline:
         reader.read(1, 0.1)
     found = probe.probe()
     reader.close()
@@ -195,15 +193,15 @@ def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None
     assert found.letters == {PROMPTS.name: 1}
 
 
-def test_status_says_what_is_unwell_and_ends_with_status_1(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.group("a")
     log.progress("a:0")
     with pytest.raises(RunUnhealthy, match="no executor is there") as unwell:
         show_status(common(log.settings), as_json=True)
     assert unwell.value.exit_status == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["well"], told["open_groups"], told["in_a_turn"]) == (False, 1, 1)
-    assert {"severity": "unwell", "who": "executors", "sentence": "no executor is there"} in told["findings"]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["well"], report["open_groups"], report["in_a_turn"]) == (False, 1, 1)
+    assert {"severity": "unwell", "who": "executors", "sentence": "no executor is there"} in report["findings"]
     with pytest.raises(RunUnhealthy):
         show_status(common(log.settings), as_json=False)
     text = capsys.readouterr().out
@@ -220,7 +218,7 @@ def test_status_says_what_is_unwell_and_ends_with_status_1(log: Log, capsys: pyt
 
 @contextmanager
 def beating(log: Log, **changes: object) -> Iterator[None]:
-    """An executor that is heard."""
+    """Send heartbeats of an executor during the block."""
     over = Event()
 
     def beat() -> None:
@@ -246,34 +244,34 @@ IDLE = {
 }
 
 
-def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
+def test_prompts_unopened_by_a_worker_with_room_are_unhealthy(
     log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of one that begins anew again and again: it is a member, and commits nothing."""
+    """A worker that restarts repeatedly is a member and commits nothing."""
     for module in (diagnosis, statuses):
         monkeypatch.setattr(module, "STALLED_SECONDS", 4.0)
     log.prompt("a")
     own = common(log.settings)
     own = replace(own, settings=[*(own.settings or []), "environment.step_timeout_seconds=1"])
     with closing(Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")) as member:
-        begun: list[Place] = []
+        dispatched: list[Place] = []
 
         def assigned(places: list[Place]) -> dict[Place, int]:
-            begun.extend(places)
+            dispatched.extend(places)
             return dict.fromkeys(places, 0)
 
         member.subscribe([PROMPTS, COMPLETED], on_assigned=assigned, on_revoked=lambda places: None)
-        waits.until(lambda: bool(member.read(1, 0.1)) or bool(begun))
+        waits.until(lambda: bool(member.read(1, 0.1)) or bool(dispatched))
         with beating(log, **IDLE), pytest.raises(RunUnhealthy):
             show_status(own, as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert (told["well"], told["openable"]) == (False, 1)
-    [sentence] = [each["sentence"] for each in told["findings"] if each["who"] == "environments"]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["well"], report["openable"]) == (False, 1)
+    [sentence] = [each["sentence"] for each in report["findings"] if each["who"] == "environments"]
     assert "1 prompt waits and the window has room, but no group was opened" in sentence
 
 
 @pytest.mark.parametrize("broker_kind", [KAFKA], indirect=True)
-def test_prompts_that_an_open_transaction_holds_back_are_not_said_to_be_none(log: Log) -> None:
+def test_prompts_behind_an_open_transaction_are_counted(log: Log) -> None:
     log.prompt("a")
     producer = Producer(log.settings.transactional("stranger", "stranger"))
     producer.init_transactions()
@@ -292,12 +290,12 @@ def test_prompts_that_an_open_transaction_holds_back_are_not_said_to_be_none(log
         assert list(looking.facts().held_homes) == []
 
 
-def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_worker_is_named_while_another_progresses(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "STALLED_SECONDS", 1.0)
-    begun: dict[str, list[int]] = {}
+    dispatched: dict[str, list[int]] = {}
 
     def assigned(name: str, places: list[Place]) -> dict[Place, int]:
-        begun[name] = sorted(home for topic, home in places if topic is PROMPTS)
+        dispatched[name] = sorted(home for topic, home in places if topic is PROMPTS)
         return {}
 
     with ExitStack() as stack:
@@ -310,18 +308,18 @@ def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, mon
         def shared() -> bool:
             for member in members:
                 member.read(1, 0.05)
-            return sorted(home for homes in begun.values() for home in homes) == list(range(PARTITIONS.home)) and all(
-                begun.get(name) for name in ("environment-0", "environment-1")
-            )
+            return sorted(home for homes in dispatched.values() for home in homes) == list(
+                range(PARTITIONS.home)
+            ) and all(dispatched.get(name) for name in ("environment-0", "environment-1"))
 
         waits.until(shared)
         groups = {home: next(name for name in map(str, range(99)) if log.home(name) == home) for home in range(4)}
         for name in groups.values():
             log.group(name)
             log.progress(f"{name}:0")
-        [standing, *_], [moving, *_] = begun["environment-1"], begun["environment-0"]
+        [stalled, *_], [moving, *_] = dispatched["environment-1"], dispatched["environment-0"]
         looking = stack.enter_context(watch(log.settings))
-        for home in (standing, moving):
+        for home in (stalled, moving):
             log.result(log.request(f"{groups[home]}:0"))
 
         def accused() -> list[str]:
@@ -334,13 +332,11 @@ def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, mon
 
         waits.until(lambda: bool(accused()))
         [sentence] = accused()
-        assert sentence.startswith(f"1 result waits for environment-1 (home {standing}), and none was applied for ")
+        assert sentence.startswith(f"1 result waits for environment-1 (home {stalled}), and none was applied for ")
         assert looking.facts().applied_seconds < 1.0
 
 
-def test_a_router_is_not_accused_of_the_time_before_there_was_an_executor(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_without_executor_does_not_count_against_the_router(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "STALLED_SECONDS", 1.0)
     log.group("a")
     log.progress("a:0")
@@ -357,13 +353,13 @@ def test_a_router_is_not_accused_of_the_time_before_there_was_an_executor(
         until(looking, lambda: bool(accused()))
 
 
-def test_a_log_on_which_nothing_is_left_to_do_is_well(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_without_remaining_work_is_healthy(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     show_status(common(log.settings), as_json=True)
     assert json.loads(capsys.readouterr().out)["well"]
 
 
-def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, namespace: str) -> None:
-    """As one does whose ACLs let nobody describe them."""
+def test_broker_without_answers_about_groups_is_unhealthy(log: Log, namespace: str) -> None:
+    """ACLs may forbid every client to describe groups."""
     silent = BrokerProbe(log.settings)
     assert silent.probe() is not None
     silent._settings = replace(log.settings, namespace=f"nowhere-{namespace}")
@@ -377,7 +373,7 @@ def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, name
     assert not list(unknown_parts(answered=True, caught_up=True, broker_error=None))
 
 
-def test_the_live_view_says_why_nothing_moves(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_names_the_cause_of_a_stall(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rose.pipeline.monitor.diagnosis.STALLED_SECONDS", 1.0)
     monkeypatch.setattr(screens, "PLAIN_SECONDS", 0.5)
     log.group("a")

@@ -1,4 +1,5 @@
-"""The supervisor keeps real roles going, tells when it cannot, and leaves nothing behind; so does its fork server."""
+"""The supervisor keeps real roles running, reports when it cannot, and leaves no process behind; so does its fork
+server."""
 
 import os
 import signal
@@ -23,12 +24,12 @@ from tests.support.waiting import has_ended, until
 
 
 def fork_server_of(role: int) -> int:
-    """The parent of the role's guard."""
+    """Return the parent of the guard of the role."""
     return parent_of(parent_of(role))
 
 
 def parent_of(process_id: int) -> int:
-    """Of a role: its guard."""
+    """Return the parent of a role, its guard."""
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -45,9 +46,7 @@ def router(broker: AnyBroker, namespace: str) -> Role:
     return Role("router", ("router", *flags(settings)))
 
 
-def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_role_with_a_usage_error_ends_the_run_with_its_last_log_lines(fork_server: ForkServer, tmp_path: Path) -> None:
     supervisor = Supervisor([Role("router", ("router", "--set", "router.nothing=1"))], tmp_path, fork_server)
     supervisor.start()
     with pytest.raises(RoleFailed, match=r"router ended with status 2; the end of .*router.log") as failed:
@@ -56,8 +55,8 @@ def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(
     supervisor.stop()
 
 
-def test_the_role_that_ends_the_run_ends_it(fork_server: ForkServer, tmp_path: Path) -> None:
-    """By what it has written: whoever asked it to leave has not ended the run."""
+def test_role_that_completes_the_run_ends_it(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The role ends the run by its records: a role that was asked to stop does not end the run."""
     key = tmp_path / "key"
     supervisor = Supervisor([Role("keys", ("keys", str(key)), ends_run_with=key)], tmp_path, fork_server)
     supervisor.start()
@@ -65,7 +64,7 @@ def test_the_role_that_ends_the_run_ends_it(fork_server: ForkServer, tmp_path: P
     supervisor.stop()
 
 
-def test_one_that_ends_before_its_work_is_done_is_started_again(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_role_that_exits_early_is_restarted(fork_server: ForkServer, tmp_path: Path) -> None:
     written = tmp_path / "written"
     written.touch()
     supervisor = Supervisor([Role("trainer", ("config",), ends_run_with=written)], tmp_path, fork_server)
@@ -77,7 +76,9 @@ def test_one_that_ends_before_its_work_is_done_is_started_again(fork_server: For
 
 @any_broker
 @pytest.mark.slow
-def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_killed_role_is_restarted_and_stop_leaves_no_process(
+    router: Role, fork_server: ForkServer, tmp_path: Path
+) -> None:
     supervisor = Supervisor([router], tmp_path, fork_server)
     supervisor.start()
     first = supervisor.process_ids["router"]
@@ -109,8 +110,8 @@ def test_role_with_niceness_runs_at_that_nice_value_within_and_between_sessions(
     supervisor.stop()
 
 
-class Played:
-    """A process that ends when it is asked to, and notes what it was asked."""
+class ScriptedProcess:
+    """A process that ends when asked, and notes what it was asked."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self._name = name
@@ -124,9 +125,9 @@ class Played:
         return 0
 
 
-def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path) -> None:
+def test_dependent_role_is_stopped_before_the_roles_that_it_uses(tmp_path: Path) -> None:
     notes: list[str] = []
-    fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, **_: Played(name, notes))
+    fork_server: Any = SimpleNamespace(start=lambda arguments, *, name, **_: ScriptedProcess(name, notes))
     roles = [Role("server", ()), Role("users", (), leaves_first=True), Role("router", ())]
     supervisor = Supervisor(roles, tmp_path, fork_server)
     supervisor.start()
@@ -137,7 +138,7 @@ def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path)
 
 @any_broker
 @pytest.mark.slow
-def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
+def test_roles_of_a_killed_fork_server_end_and_are_restarted(
     router: Role, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     supervisor = Supervisor([router], tmp_path, fork_server)
@@ -158,7 +159,7 @@ def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
 
 @any_broker
 @pytest.mark.slow
-def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path: Path) -> None:
+def test_roles_end_with_a_killed_supervisor(router: Role, tmp_path: Path) -> None:
     program = f"""
         from pathlib import Path
         from threading import Event
@@ -205,7 +206,7 @@ Event().wait()
 
 
 def starting(settings: BusSettings, folder: Path) -> tuple[str, ...]:
-    """The arguments of a role that starts others."""
+    """Return the arguments of a role that starts other processes."""
     (folder / "starting.py").write_text(STARTING)
     create_topics(settings, Partitions(2, 2, 1, 1))
     (folder / "rose.toml").write_text(
@@ -215,11 +216,11 @@ def starting(settings: BusSettings, folder: Path) -> tuple[str, ...]:
 
 
 def children(folder: Path) -> list[int]:
-    """Whom that role has started."""
+    """Return the processes that the role has started."""
     return [int(each) for each in (folder / "children").read_text().split()]
 
 
-def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that_it_started_runs(
+def test_process_id_of_an_ended_role_stays_taken_while_its_children_run(
     broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     arguments = starting(broker.settings(namespace), tmp_path)
@@ -228,24 +229,24 @@ def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that
     os.kill(process.pid, signal.SIGQUIT)
 
     def ended() -> bool:
-        free = not psutil.pid_exists(process.pid)  # looked at first: what runs after that has run before
+        free = not psutil.pid_exists(process.pid)  # checked first: a process that runs after this check ran before it
         left = [each for each in children(tmp_path) if not has_ended(each)]
         assert not (free and left)
         return not left
 
     until(ended)
     assert process.wait(60.0) == -signal.SIGQUIT
-    until(lambda: not psutil.pid_exists(process.pid))  # the guard tells the status first
+    until(lambda: not psutil.pid_exists(process.pid))  # the guard reports the status first
 
 
 @any_broker
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT], ids=lambda each: each.name)
 @pytest.mark.parametrize("killed", ["role", "guard", "fork server", "supervisor"])
-def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
+def test_children_of_a_role_end_with_it_whichever_process_is_killed(
     broker: AnyBroker, namespace: str, tmp_path: Path, killed: str, number: signal.Signals
 ) -> None:
-    """A child, one with a session of its own that ignores SIGTERM, and one whose parent has gone."""
+    """The children are a plain child, a child with its own session that ignores SIGTERM, and an orphan."""
     program = SUPERVISES.format(arguments=starting(broker.settings(namespace), tmp_path), logs=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
@@ -266,7 +267,7 @@ def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
 
 
 @pytest.mark.slow
-def test_a_role_that_is_not_born_yet_ends_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_pending_role_is_stopped_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     router = fork_server.start(("router", "--help"), name="router", log=log)
     router.send_signal(signal.SIGTERM)
@@ -276,9 +277,7 @@ def test_a_role_that_is_not_born_yet_ends_at_once(fork_server: ForkServer, tmp_p
 
 
 @pytest.mark.slow
-def test_a_role_that_is_ended_before_it_is_born_does_not_live_though_nobody_asks_after_it(
-    fork_server: ForkServer, router: Role, tmp_path: Path
-) -> None:
+def test_role_stopped_before_its_fork_never_runs(fork_server: ForkServer, router: Role, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fork_server.start(router.arguments, name="router", log=tmp_path / "log").send_signal(signal.SIGKILL)
     fork_server.start(("router", "--help"), name="router", log=out)
@@ -303,10 +302,10 @@ program.connect = connect
 
 @any_broker
 @pytest.mark.slow
-def test_a_forked_role_ends_as_one_that_was_started(
+def test_forked_role_ends_like_a_spawned_role(
     broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """Exit status and last words: of what is refused, of what nobody expected, of what goes well."""
+    """Exit status and last log lines are compared for a refusal, an unexpected error and a success."""
     (tmp_path / "failing.py").write_text(FAILING)
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(2, 2, 1, 1))
@@ -343,7 +342,7 @@ print("stdin", repr(sys.stdin.read()))
 
 @any_broker
 @pytest.mark.slow
-def test_siblings_draw_numbers_of_their_own_in_the_environment_of_the_supervisor(
+def test_forked_roles_have_own_random_numbers_and_the_supervisor_environment(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "drawing.py").write_text(DRAWING)

@@ -1,4 +1,4 @@
-"""`rose up` started again, and twice at once: what the log knows is not sent again, and one folder is one run's."""
+"""`rose up` restarted, and started twice at once: known prompts are not sent again, and a folder belongs to one run."""
 
 import signal
 import subprocess
@@ -70,9 +70,7 @@ def names(prompts: list[Prompt]) -> list[str]:
 
 
 @any_broker
-def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_refused_is(
-    settings: BusSettings, tmp_path: Path
-) -> None:
+def test_only_refused_prompts_are_sent_again(settings: BusSettings, tmp_path: Path) -> None:
     waits, settled, refused, new = (prompt(name) for name in ("waits", "settled", "refused", "new"))
     submit(settings, waits, refused)
     places = {each.key: each.offset for each in read_whole_topics(settings, [PROMPTS])}
@@ -87,7 +85,7 @@ def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_r
 
 
 @any_broker
-def test_a_run_that_goes_on_without_prompts_knows_what_it_was_asked_for(settings: BusSettings, tmp_path: Path) -> None:
+def test_run_resumed_without_prompts_knows_its_requested_groups(settings: BusSettings, tmp_path: Path) -> None:
     submit(settings, prompt("waits"))
     decide(settings, group_of(prompt("settled"), GroupState.SETTLED, 0))
     assert remaining_work(settings, [], tmp_path).trajectories == 2 * GROUP_SIZE
@@ -95,10 +93,10 @@ def test_a_run_that_goes_on_without_prompts_knows_what_it_was_asked_for(settings
 
 @any_broker
 @pytest.mark.parametrize("state", [None, GroupState.OPEN, GroupState.SETTLED])
-def test_a_prompt_that_was_changed_since_it_was_sent_is_refused_however_far_it_is(
+def test_prompt_changed_after_sending_is_refused_in_any_state(
     settings: BusSettings, tmp_path: Path, state: GroupState | None
 ) -> None:
-    """Also once nothing on the log says what it was; a note is not what it asks for, nor the order of arguments."""
+    """The prompt is also refused after its records are gone. A changed note or order of arguments is no change."""
     same, changed = prompt("same", arguments={"low": 1, "high": 2}), prompt("changed")
     remaining_work(settings, [same, changed], tmp_path)
     if state is None:
@@ -111,8 +109,8 @@ def test_a_prompt_that_was_changed_since_it_was_sent_is_refused_however_far_it_i
     assert remaining_work(settings, again[:1], tmp_path).prompts == []
 
 
-def test_more_is_never_settled_than_was_asked_for() -> None:
-    """Others may submit while the run goes on."""
+def test_settled_trajectories_never_exceed_the_requested() -> None:
+    """Other producers may submit during the run."""
 
     class Watched:
         class run_state:
@@ -130,16 +128,16 @@ def opened(settings: BusSettings) -> set[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What it said, asked to stop."""
+    """Stop the process; return its output."""
     process.send_signal(signal.SIGHUP)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
-    return said
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    return output
 
 
 @any_broker
 @pytest.mark.slow
-def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
+def test_run_locks_its_folder_and_a_restart_sends_no_prompt_twice(
     broker: AnyBroker, namespace: str, tmp_path: Path
 ) -> None:
     rose, settings = Rose("embedded", tmp_path), broker.settings(namespace)
@@ -165,8 +163,10 @@ def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_summary_and_report(tmp_path: Path) -> None:
-    """In `rose up | tee`, Ctrl-C ends tee at once."""
+def test_run_with_closed_output_ends_with_summary_and_report(tmp_path: Path) -> None:
+    """In `rose up
+    tee`, Ctrl-C ends tee at once.
+    """
     rose, run = Rose("embedded", tmp_path), tmp_path / "runs" / "mine"
     with rose.start("up", "--name", "mine", "--set", "run.executors=0") as process:
         until(lambda: process.poll() is not None or (run / "trainer.lock").exists())
@@ -179,5 +179,5 @@ def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_summary_and_repo
 
 def refused(rose: Rose, *arguments: str) -> tuple[int, str]:
     with rose.start(*arguments) as process:
-        said = process.communicate(timeout=120)[0]
-    return process.returncode, said[: said.index(": ", len("rose: ")) + 2]
+        output = process.communicate(timeout=120)[0]
+    return process.returncode, output[: output.index(": ", len("rose: ")) + 2]

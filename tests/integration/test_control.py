@@ -1,4 +1,4 @@
-"""Elasticity over a real broker: a router, the control app, and a lender whose engine the test plays."""
+"""Elasticity on a real broker: a router, the control app, and a lender with a scripted engine."""
 
 import json
 import time
@@ -48,36 +48,36 @@ CONTROL = {"lease_seconds": 6.0, "dwell_seconds": 1.0, "idle_seconds": 2.0, "mar
 
 
 class Guest(Engine):
-    """A guest that is there at once when it is woken, takes each version, and answers turns while it is let."""
+    """A guest that starts at once when woken, activates each version, and answers turns while allowed."""
 
     answers = True
 
     def _run(self) -> None:
         self._unanswered: set[str] = set()
-        self.say(suspended_reason="it was not told to lend", version=-1)
+        self.set_status(suspended_reason="it was not told to lend", version=-1)
         while not self._stop.wait(0.02):
-            for order in map(COMMAND_DECODER.decode, self._orders.read()):
-                self._obey(order)
+            for command in map(COMMAND_DECODER.decode, self._orders.read()):
+                self._obey(command)
             self.reports.send(self.tick)
 
-    def _obey(self, order: Any) -> None:
-        match order:
+    def _obey(self, command: Any) -> None:
+        match command:
             case Resume():
-                self.say(suspended_reason="")
+                self.set_status(suspended_reason="")
             case Suspend():
-                self.say(suspended_reason="it was not told to lend", version=-1)
+                self.set_status(suspended_reason="it was not told to lend", version=-1)
             case StageWeights():
-                self.reports.send(WeightsStaged(order.version))
+                self.reports.send(WeightsStaged(command.version))
             case ActivateWeights():
-                self.reports.send(WeightsActivated(order.version, 0.0))
-                self.say(version=order.version)
+                self.reports.send(WeightsActivated(command.version, 0.0))
+                self.set_status(version=command.version)
             case SubmitTurn() if self.answers:
-                self.reports.send(turn_finished(order.name, [7]))
+                self.reports.send(turn_finished(command.name, [7]))
             case SubmitTurn():
-                self._unanswered.add(order.name)
-            case AbortTurn() if order.name in self._unanswered:  # an abort may cross the answer, which then stands
-                self._unanswered.remove(order.name)
-                self.give_up(order.name, [])
+                self._unanswered.add(command.name)
+            case AbortTurn() if command.name in self._unanswered:  # an abort may cross the answer, which then stands
+                self._unanswered.remove(command.name)
+                self.abort(command.name, [])
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @contextmanager
 def lender(settings: BusSettings) -> Iterator[tuple[Guest, Router]]:
-    """One that needs a grant, and who hears it."""
+    """Run a lender that requires a grant, and its router counterpart."""
     grants = GrantFollower(settings, NAME, Lease(run_id(settings.namespace, "demo"), grant_required=True))
     try:
         with running(settings, grants.permission, kind=Guest) as (guest, router):
@@ -104,8 +104,8 @@ def control_process(settings: BusSettings, log: Path, **more: object) -> Any:
     return role_process("control", settings, 0, own, log=log)
 
 
-class Asking:
-    """Asks for turns, which the router reads."""
+class RequestSender:
+    """Requests turns from the router."""
 
     def __init__(self, settings: BusSettings, router: Router) -> None:
         self._writer, self._router, self._count = Writer(settings, "asks"), router, 0
@@ -114,8 +114,8 @@ class Asking:
         for _ in range(count):
             name = f"g{self._count}:0"
             self._count += 1
-            asked = request(name, home=1, patience_seconds=600.0, requested_at=time.time(), context=3)
-            self._writer.write(REQUESTED, asked, key=name, partition=1)
+            turn_request = request(name, home=1, patience_seconds=600.0, requested_at=time.time(), context=3)
+            self._writer.write(REQUESTED, turn_request, key=name, partition=1)
         self._writer.flush()
 
     def until_done(self) -> None:
@@ -128,46 +128,45 @@ class Asking:
 
 
 def until_parked(router: Router, why: str) -> None:
-    router.until(lambda: bool(router.beats) and why in router.beats[-1].paused_reason)
-    assert router.beats[-1].state is ExecutorState.PAUSED
+    router.until(lambda: bool(router.heartbeats) and why in router.heartbeats[-1].paused_reason)
+    assert router.heartbeats[-1].state is ExecutorState.PAUSED
 
 
 def until_lends(router: Router) -> None:
-    router.until(lambda: bool(router.beats) and router.beats[-1].state is ExecutorState.READY)
+    router.until(lambda: bool(router.heartbeats) and router.heartbeats[-1].state is ExecutorState.READY)
 
 
 @kafka_first
-def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_lease_runs_out(
-    settings: BusSettings, tmp_path: Path
-) -> None:
+def test_work_wakes_a_lender_until_it_ends_or_the_lease_expires(settings: BusSettings, tmp_path: Path) -> None:
     log = tmp_path / "control.log"
     with lender(settings) as (guest, router), router_process(settings):
         until_parked(router, "needs one")
-        asking = Asking(settings, router)
+        asking = RequestSender(settings, router)
         with control_process(settings, log) as control:
-            assert router.beats[-1].by_grant
+            assert router.heartbeats[-1].by_grant
             asking.turns(20)
             asking.until_done()
             until_parked(router, "a grant parked it: of no use")
             guest.answers, answered = False, len(router.results)
             asking.turns(5)
-            router.until(lambda: len(router.beats[-1].holds) == 5 * 8)
+            router.until(lambda: len(router.heartbeats[-1].holds) == 5 * 8)
             kill(control)
             until_parked(router, "its grant ran out")
-            router.until(lambda: not router.beats[-1].holds)
-        router.until(lambda: len(router.results) == answered + 5)  # of another topic than heartbeats are
+            router.until(lambda: not router.heartbeats[-1].holds)
+        router.until(lambda: len(router.results) == answered + 5)  # results and heartbeats are on different topics
         assert {each.outcome for each in router.results[answered:]} == {TurnOutcome.PREEMPTED}
         with control_process(settings, log) as control:
             until_lends(router)
             freeze(control)
             until_parked(router, "its grant ran out")
-            router.until(lambda: not router.beats[-1].holds)
-            guest.answers = True  # not sooner: a turn that it was not let answer it never does
+            router.until(lambda: not router.heartbeats[-1].holds)
+            # not earlier, because the guest never answers a turn that it was not allowed to answer
+            guest.answers = True
             thaw(control)
             asking.until_done()
             guest.answers = False
             asking.turns(5)
-            router.until(lambda: len(router.beats[-1].holds) == 5 * 8)
+            router.until(lambda: len(router.heartbeats[-1].holds) == 5 * 8)
             stop(control)
         until_parked(router, "its grant ran out")
     grants = [each.record for each in read_whole_topics(settings, [GRANTS]) if isinstance(each.record, CapacityGrant)]
@@ -176,7 +175,7 @@ def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_leas
 
 
 @kafka_first
-def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
+def test_manual_grant_overrides_the_control_app_and_its_page_shows_the_grant(
     settings: BusSettings, tmp_path: Path
 ) -> None:
     [port] = free_ports(1)
@@ -190,7 +189,7 @@ def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
         guest.answers = False
         until_parked(router, "needs one")
         with control_process(settings, tmp_path / "control.log", page_port=port) as control:
-            Asking(settings, router).turns(5)
+            RequestSender(settings, router).turns(5)
             until_lends(router)
             state = page()
             assert state["job"] == run_id(settings.namespace, "demo") and state["lending"] == 1
@@ -206,23 +205,23 @@ def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
 
 
 @kafka_first
-def test_what_is_no_summary_is_buried_and_the_next_one_is_read(settings: BusSettings, tmp_path: Path) -> None:
+def test_invalid_summary_is_dead_lettered_and_the_next_summary_is_read(settings: BusSettings, tmp_path: Path) -> None:
     with control_process(settings, tmp_path / "control.log"), lender(settings) as (_, router):
         until_parked(router, "needs one")
         with router_process(settings):
-            Asking(settings, router).turns(5)
+            RequestSender(settings, router).turns(5)
             until_lends(router)
             writer = Writer(settings, "stranger")
             writer.forward(SUMMARIES, read_any(settings)._replace(value=b"litter"), partition=0, key=b"0")
             writer.flush()
             router.until(lambda: bool(list(read_dead_letters(settings, SUMMARIES))))
-            assert router.beats[-1].state is ExecutorState.READY
+            assert router.heartbeats[-1].state is ExecutorState.READY
 
 
 def read_any(settings: BusSettings) -> Any:
     return next(iter(read_whole_topics(settings, [SUMMARIES]))).raw
 
 
-def test_what_only_a_person_can_mend_is_one_sentence(settings: BusSettings) -> None:
+def test_permanent_error_is_reported_in_one_sentence(settings: BusSettings) -> None:
     done = rose("control", *flags(settings), "-X", "ssl.crl.location=revoked.pem", "--set", "control.page_port=0")
     assert done.returncode == 2 and "the control app has no ssl.crl.location" in done.stderr.splitlines()[-1]

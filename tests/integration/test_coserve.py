@@ -1,4 +1,4 @@
-"""A short window of the co-serving benchmark against vLLM's own server."""
+"""A short window of the co-serving benchmark on a vLLM server."""
 
 import random
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ANY = float("inf")
-"""However late: the machine may be busy with other tests."""
+"""Any lateness, because other tests may load the machine."""
 
 BUDGETS = Budgets(ttft=ANY, tpot=ANY)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that knows priorities can host every arm."""
+    """A server with priorities, which can host every arm."""
     folder = tmp_path_factory.mktemp("coserve")
     with serve(PRIORITIES, make_model(folder / "model", SERVED), folder / "server.log") as running:
         yield running
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def work() -> TraceWindow:
-    """Thirty requests in two seconds: ten conversations of three turns, each turn longer than the one before."""
+    """Return thirty requests in two seconds: ten conversations of three turns, each longer than the one before."""
     draw = random.Random(0)
     moments = sorted(draw.uniform(0, 2) for _ in range(30))
     arrivals = [
@@ -50,7 +50,7 @@ def work() -> TraceWindow:
 
 
 def well(window: Window, work: TraceWindow) -> None:
-    """Every request was answered whole, in the order of things."""
+    """Assert that every request was answered completely, with ordered timestamps."""
     assert window.thrown == ""
     assert [answer.error for answer in window.answers] == [""] * len(work.requests)
     assert [answer.due - window.start for answer in window.answers] == pytest.approx([r.at for r in work.requests])
@@ -61,7 +61,7 @@ def well(window: Window, work: TraceWindow) -> None:
         assert 0 < engine_seconds(answer) < answer.moments[-1] - answer.sent
 
 
-def test_serving_alone_is_told_alike_by_clients_and_server(server: Server, work: TraceWindow) -> None:
+def test_clients_and_server_agree_on_serving_alone(server: Server, work: TraceWindow) -> None:
     hits = []
     for number in range(2):
         window = run_window(Arm("alone"), server, work, number=number, most_late=ANY)
@@ -77,14 +77,14 @@ def test_serving_alone_is_told_alike_by_clients_and_server(server: Server, work:
     assert max(hits) < 0.7, "a window finds nothing in the cache that another left"
 
 
-def test_rollouts_beside_serving_are_counted_apart(server: Server, work: TraceWindow) -> None:
+def test_rollouts_beside_serving_are_counted_separately(server: Server, work: TraceWindow) -> None:
     window = run_window(Arm("priority", guests=Requesters(8, priority=10)), server, work, number=0, most_late=ANY)
     well(window, work)
     assert 0 < guest_tokens(window) < sum(window.rolled.counts)
     assert window.server["vllm:generation_tokens"] > sum(answer.tokens for answer in window.answers)
 
 
-def test_rollouts_alone_have_a_window_without_users(server: Server, work: TraceWindow) -> None:
+def test_rollouts_without_serving_have_a_window_without_users(server: Server, work: TraceWindow) -> None:
     window = run_window(Arm("rollouts", users=False, guests=Requesters(8)), server, work, number=0, most_late=ANY)
     assert window.thrown == ""
     assert not window.answers
@@ -95,15 +95,15 @@ def refusals(server: Server) -> int:
     return server.log.read_text().count('/v1/completions HTTP/1.1" 400')
 
 
-def test_a_rollout_that_is_refused_is_told(server: Server, work: TraceWindow) -> None:
+def test_refused_rollout_is_reported(server: Server, work: TraceWindow) -> None:
     before = refusals(server)
     with Requesters(1, priority=2**70).beside(server) as rolled:
-        until(lambda: refusals(server) > before + 1)  # who asks again has had its first answer
+        until(lambda: refusals(server) > before + 1)  # the sender of the next request has the first answer
     assert rolled.errors
     assert rolled.errors[0].startswith("status 400")
 
 
-def test_the_first_guess_of_a_pace_comes_from_requests_one_by_one(server: Server, work: TraceWindow) -> None:
+def test_first_request_rate_comes_from_sequential_requests(server: Server, work: TraceWindow) -> None:
     answers = unloaded(server, work)
     assert not any(answer.error for answer in answers)
     assert all(later.sent >= one.moments[-1] for one, later in pairwise(answers))

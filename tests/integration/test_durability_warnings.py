@@ -1,4 +1,4 @@
-"""What a broker would lose or forget too soon is told, and what it does not answer is not held against it."""
+"""Broker settings that lose or forget data too soon are reported, and unanswered queries are not."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from rose.topics.catalog import CATALOG, DEFAULT_RETENTION, Partitions
 from tests.support.brokers import KAFKA, AnyBroker
 
 
-def test_missing_copies_are_told_once_for_all_topics_alike(broker: AnyBroker, namespace: str, broker_kind: str) -> None:
+def test_missing_replicas_are_reported_once_for_all_topics(broker: AnyBroker, namespace: str, broker_kind: str) -> None:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     one = durability_warnings(settings)
@@ -30,19 +30,21 @@ def test_missing_copies_are_told_once_for_all_topics_alike(broker: AnyBroker, na
         ({}, []),
     ],
 )
-def test_a_broker_that_forgets_offsets_or_ends_transactions_too_soon_is_told(
+def test_too_short_offset_retention_or_transaction_timeout_is_reported(
     broker: dict[str, str], words: list[str]
 ) -> None:
-    told = "\n".join(_retention_warnings(broker, DEFAULT_RETENTION))
-    assert bool(told) == bool(words)
-    assert all(word in told for word in words)
+    warnings = "\n".join(_retention_warnings(broker, DEFAULT_RETENTION))
+    assert bool(warnings) == bool(words)
+    assert all(word in warnings for word in words)
 
 
 @pytest.mark.parametrize(
     ("copies", "insync", "words"),
     [(3, 2, ""), (3, 1, "set 2"), (1, 1, ""), (1, 2, "nothing can be written"), (1, None, "")],
 )
-def test_copies_that_do_not_keep_what_was_acknowledged_are_told(copies: int, insync: int | None, words: str) -> None:
-    told = list(_replica_warnings(copies, insync, 1))
-    assert bool(told) == bool(words)
-    assert all(words in sentence for sentence in told)
+def test_replication_that_may_lose_acknowledged_records_is_reported(
+    copies: int, insync: int | None, words: str
+) -> None:
+    warnings = list(_replica_warnings(copies, insync, 1))
+    assert bool(warnings) == bool(words)
+    assert all(words in sentence for sentence in warnings)

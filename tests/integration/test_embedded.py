@@ -1,4 +1,4 @@
-"""The launcher of the broker: one sentence for whatever is missing, and no broker left behind."""
+"""The broker launcher: one sentence for every missing part, and no broker left behind."""
 
 import os
 import select
@@ -23,27 +23,27 @@ REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
 
 
-def test_the_embedded_broker_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_embedded_broker_is_reported_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "noida_db", None)
     with pytest.raises(BrokerFailed, match=r"pip install 'rose-rollouts\[embedded\]'.*KAFKA_HOME.*--bootstrap-server"):
         start_broker(tmp_path)
 
 
-def test_a_folder_without_kafka_is_named(tmp_path: Path) -> None:
+def test_folder_without_kafka_is_named(tmp_path: Path) -> None:
     with pytest.raises(BrokerFailed, match=f"no Apache Kafka in {tmp_path}/kafka: .*libs/"):
         start_broker(tmp_path / "data", kafka_home=tmp_path / "kafka")
 
 
 @pytest.fixture
 def kafka_home(tmp_path: Path) -> Path:
-    """A folder that looks like an Apache Kafka until Java is asked for."""
+    """A folder that looks like an Apache Kafka until Java is started."""
     libs = tmp_path / "kafka" / "libs"
     libs.mkdir(parents=True)
     (libs / "kafka_2.13-4.3.1.jar").touch()
     return tmp_path / "kafka"
 
 
-def test_no_java_is_said(tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_java_is_reported(tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BrokerFailed, match="no Java found; Apache Kafka needs Java 17 or newer: install it, or set"):
@@ -54,41 +54,41 @@ def test_no_java_is_said(tmp_path: Path, kafka_home: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("said", "named"),
+    ("version_text", "named"),
     [('openjdk version "11.0.25" 2024-10-15', "Java 11.0.25"), ('java version "1.8.0_291"', "Java 1.8.0_291")],
 )
-def test_an_old_java_is_named(
-    said: str, named: str, tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch
+def test_too_old_java_is_named(
+    version_text: str, named: str, tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
-    java.write_text(f"#!/bin/sh\necho '{said}' >&2\n")
+    java.write_text(f"#!/bin/sh\necho '{version_text}' >&2\n")
     java.chmod(0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(BrokerFailed, match=f"{java} is {named}; Apache Kafka needs Java 17 or newer"):
         start_broker(tmp_path / "data", kafka_home=kafka_home)
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+def test_taken_port_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(BrokerFailed, match=f"port {port} of 127.0.0.1 is taken"):
             start_broker(tmp_path, port=port)
 
 
-def test_a_port_is_given_to_one_process_while_it_lives() -> None:
+def test_free_port_is_reserved_while_its_process_lives() -> None:
     asking = "import rose.topics.local_broker as b; b.PORTS = range({0}, {0} + 1); print(b.free_ports(1))"
     [own] = free_ports(1)
     ask = [sys.executable, "-c", asking.format(own)]
     assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout == "[]\n"
 
 
-def test_a_folder_that_a_broker_already_uses_is_refused(tmp_path: Path) -> None:
+def test_folder_of_a_running_broker_is_refused(tmp_path: Path) -> None:
     with start_broker(tmp_path), pytest.raises(BrokerFailed, match=r"did not start: exit status 1, .*already running"):
         start_broker(tmp_path)
 
 
-def test_data_that_is_damaged_is_refused_and_kept(tmp_path: Path) -> None:
+def test_damaged_data_is_refused_and_kept(tmp_path: Path) -> None:
     damaged = tmp_path / "noida-db" / "kafka.json"
     damaged.parent.mkdir()
     damaged.write_text('{"topics": [')
@@ -97,7 +97,7 @@ def test_data_that_is_damaged_is_refused_and_kept(tmp_path: Path) -> None:
     assert damaged.read_text() == '{"topics": ['
 
 
-def test_a_broker_says_what_it_is_and_is_seen_to_die(own_broker: Broker) -> None:
+def test_broker_identifies_itself_and_its_death_is_detected(own_broker: Broker) -> None:
     assert own_broker.name.split()[-1][0].isdigit()
     assert listening_addresses(int(own_broker.bootstrap.removeprefix("127.0.0.1:"))) <= LOOPBACK
     own_broker.check()
@@ -109,16 +109,16 @@ def test_a_broker_says_what_it_is_and_is_seen_to_die(own_broker: Broker) -> None
     own_broker.stop()
 
 
-def test_a_broker_that_was_told_to_stop_stands_still_at_once(own_broker: Broker) -> None:
-    """All its threads do, also those that are answering; one that goes on for a moment answers whoever asks then."""
+def test_broker_asked_to_stop_stops_serving_at_once(own_broker: Broker) -> None:
+    """All threads stop, also answering threads, because one that continued would answer new requests."""
     client, done = connect(own_broker.settings()), Event()
 
     def ask() -> None:
         while not done.is_set():
             client.list_topics(timeout=WAIT_SECONDS)
 
-    asks = Thread(target=ask)
-    asks.start()
+    asking_thread = Thread(target=ask)
+    asking_thread.start()
     try:
         for _ in range(300):
             own_broker.send_signal(signal.SIGSTOP)
@@ -127,7 +127,7 @@ def test_a_broker_that_was_told_to_stop_stands_still_at_once(own_broker: Broker)
     finally:
         own_broker.send_signal(signal.SIGCONT)
         done.set()
-        asks.join()
+        asking_thread.join()
 
 
 def children() -> list[str]:
@@ -135,12 +135,12 @@ def children() -> list[str]:
 
 
 def states(process: str) -> set[str]:
-    """One letter for each of its threads, as /proc writes them: T for one that is stopped."""
+    """Return one letter per thread, as in /proc: T is stopped."""
     return {file.read_text().rpartition(") ")[2][0] for file in Path(f"/proc/{process}/task").glob("*/stat")}
 
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
-"""127.0.0.1 as /proc/net writes it, plain and mapped into IPv6."""
+"""127.0.0.1 as in /proc/net, plain and mapped into IPv6."""
 
 
 def listening_addresses(port: int) -> set[str]:
@@ -161,7 +161,7 @@ sys.stdin.read()
 
 @embedded_first
 @pytest.mark.slow
-def test_a_broker_goes_with_its_killed_parent_and_saves_first(broker_kind: str, tmp_path: Path) -> None:
+def test_broker_saves_and_ends_with_its_killed_parent(broker_kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(broker_kind) or "")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
@@ -195,8 +195,8 @@ def read(bootstrap: str) -> object:
 
 
 @pytest.mark.slow
-def test_a_group_of_a_broker_that_was_started_just_now_has_no_offsets_yet(own_broker: Broker, namespace: str) -> None:
-    """On Apache Kafka its coordinator is only coming up then."""
+def test_group_of_a_new_broker_has_no_offsets(own_broker: Broker, namespace: str) -> None:
+    """On Apache Kafka the coordinator of the group starts only then."""
     settings = own_broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     reader = Reader(settings, "test", group="first")

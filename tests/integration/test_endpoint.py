@@ -1,4 +1,4 @@
-"""A lender by requests, between a real broker and a scripted endpoint."""
+"""A lender over HTTP requests, between a real broker and a scripted endpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +64,7 @@ def router(settings: BusSettings, lender: Lending) -> Router:
 
 
 def prove(result: TurnResult, model: Any, version: int) -> None:
-    """The result is what this model says after the context, under this version."""
+    """Assert that the result is the output of this model after the context, under this version."""
     tokens = unpack_tokens(result.tokens)
     assert result.outcome is TurnOutcome.COMPLETED
     assert [(span.start, span.end, span.version) for span in result.spans] == [(0, len(tokens), version)]
@@ -81,12 +81,12 @@ def greedy(model: Any, count: int) -> list[int]:
 
 
 @kafka_first
-def test_turns_are_answered_under_versions_that_were_proven(
+def test_turns_are_answered_under_proven_versions(
     router: Router, endpoint: ScriptedEndpoint, lender: Lending, tmp_path: Path
 ) -> None:
     models = [new_policy(seed, tied=False) for seed in range(4)]
-    router.until(lambda: bool(router.beats))
-    beat = router.beats[-1]
+    router.until(lambda: bool(router.heartbeats))
+    beat = router.heartbeats[-1]
     assert (beat.state, beat.policy_version) == (ExecutorState.STARTING, -1)
     assert (beat.worker_class, beat.hardware.device) == (WorkerClass.SERVING, "request-level")
 
@@ -98,8 +98,8 @@ def test_turns_are_answered_under_versions_that_were_proven(
 
     endpoint.loads = False
     router.publish(models[2], 2)
-    router.until(lambda: router.beats[-1].refused_version == 2)
-    assert "off by" in router.beats[-1].refused_reason and router.serves(1)
+    router.until(lambda: router.heartbeats[-1].refused_version == 2)
+    assert "off by" in router.heartbeats[-1].refused_reason and router.serves(1)
     assert endpoint.loaded == ["version-1", "version-2", "version-1"]
     router.dispatch("still", CONTEXT)
     prove(router.result("still"), models[1], 1)
@@ -120,27 +120,27 @@ def test_turns_are_answered_under_versions_that_were_proven(
 
     router.dispatch("seeded", CONTEXT, seed=4)
     assert "seeded" in router.result("seeded").reason
-    assert not router.beats[-1].seeded, "a router would not have sent it"
+    assert not router.heartbeats[-1].seeded, "a router would not have sent it"
     router.dispatch("strange", [*CONTEXT, 48])
     assert "vocabulary" in router.result("strange").reason
     assert router.result("strange").refusal is Refusal.ENGINE
 
     router.executor = None
     assert lender.end() == 0
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
 
 
 @any_broker
-def test_an_endpoint_that_says_nothing_to_a_probe_proves_nothing(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_endpoint_silent_to_a_probe_proves_no_version(router: Router, endpoint: ScriptedEndpoint) -> None:
     endpoint.answers_probes = False
-    router.until(lambda: bool(router.beats))
+    router.until(lambda: bool(router.heartbeats))
     router.publish(new_policy(1, tied=False), 1)
-    router.until(lambda: router.beats[-1].refused_version == 1 or router.serves(1))
-    assert "answered with 0" in router.beats[-1].refused_reason and not router.serves(1)
+    router.until(lambda: router.heartbeats[-1].refused_version == 1 or router.serves(1))
+    assert "answered with 0" in router.heartbeats[-1].refused_reason and not router.serves(1)
 
 
 @any_broker
-def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpoint(
+def test_partial_turn_of_a_lost_endpoint_returns_and_the_endpoint_recovers(
     router: Router, endpoint: ScriptedEndpoint
 ) -> None:
     model = new_policy(1, tied=False)
@@ -148,21 +148,21 @@ def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpo
     router.until(lambda: router.serves(1))
     endpoint.token_seconds = 0.1
     router.dispatch("broken-off", CONTEXT, max_tokens=200, stop=())
-    router.until(lambda: router.beats[-1].rollout.running == 1)
-    before = len(router.beats)
-    router.until(lambda: len(router.beats) > before + 10)
+    router.until(lambda: router.heartbeats[-1].rollout.running == 1)
+    before = len(router.heartbeats)
+    router.until(lambda: len(router.heartbeats) > before + 10)
     endpoint.stop()
     result = router.result("broken-off")
     assert result.outcome is TurnOutcome.PREEMPTED and "away" in result.reason
     tokens = unpack_tokens(result.tokens)
     assert 0 < len(tokens) < 200
     assert np.abs(unpack_logprobs(result.logprobs) - logprobs_of(model, CONTEXT, tokens).numpy()).max() < 1e-3
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
 
-    gone = router.beats[-1].incarnation
+    gone = router.heartbeats[-1].incarnation
     endpoint.model, endpoint.token_seconds = new_policy(0, tied=False), 0.0
     endpoint.start()
-    router.until(lambda: router.beats[-1].incarnation != gone and router.serves(1))
+    router.until(lambda: router.heartbeats[-1].incarnation != gone and router.serves(1))
     router.dispatch("goes-on", CONTEXT, max_tokens=len(tokens) + 8, stop=(), begun=result.part)
     whole = router.result("goes-on")
     prove(whole, model, 1)
@@ -170,20 +170,18 @@ def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpo
 
 
 @any_broker
-def test_trouble_with_a_turn_is_that_turns_and_costs_the_users_no_pause(
-    router: Router, endpoint: ScriptedEndpoint
-) -> None:
+def test_failed_turn_affects_no_other_turn_and_no_user(router: Router, endpoint: ScriptedEndpoint) -> None:
     model, number = new_policy(1, tied=False), 0
     router.publish(model, 1)
     router.until(lambda: router.serves(1))
-    incarnation, pauses = router.beats[-1].incarnation, endpoint.pauses
+    incarnation, pauses = router.heartbeats[-1].incarnation, endpoint.pauses
 
     def run(fault: Fault | None) -> TurnResult:
         nonlocal number
         number += 1
         if fault is not None:
             endpoint.faults[endpoint.turns + 1] = fault
-        router.until(lambda: router.beats[-1].max_turns > 0)
+        router.until(lambda: router.heartbeats[-1].max_turns > 0)
         router.dispatch(f"turn-{number}", CONTEXT, max_tokens=20, stop=())
         return router.result(f"turn-{number}")
 
@@ -199,16 +197,16 @@ def test_trouble_with_a_turn_is_that_turns_and_costs_the_users_no_pause(
         prove(run(None), model, 1)
     result = run(Fault(429))
     assert (result.outcome, result.tokens) == (TurnOutcome.PREEMPTED, b"") and "no room" in result.reason
-    while result.refusal is not Refusal.ROOM:  # it is asked for less, down to nothing
+    while result.refusal is not Refusal.ROOM:  # the lender lowers its limit to zero
         number += 1
         endpoint.faults[endpoint.turns + 1] = Fault(429)
         router.dispatch(f"turn-{number}", CONTEXT)
         result = router.result(f"turn-{number}")
         assert result.outcome is TurnOutcome.PREEMPTED or result.refusal is Refusal.ROOM
-        before = len(router.beats)
-        router.until(lambda: len(router.beats) > before)  # noqa: B023  called within this round
-    router.until(lambda: router.beats[-1].max_turns == 0)
-    assert (router.beats[-1].incarnation, endpoint.pauses, endpoint.loaded) == (incarnation, pauses, ["version-1"])
+        before = len(router.heartbeats)
+        router.until(lambda: len(router.heartbeats) > before)  # noqa: B023  called within this round
+    router.until(lambda: router.heartbeats[-1].max_turns == 0)
+    assert (router.heartbeats[-1].incarnation, endpoint.pauses, endpoint.loaded) == (incarnation, pauses, ["version-1"])
 
 
 @any_broker
@@ -217,25 +215,25 @@ def test_trouble_with_a_turn_is_that_turns_and_costs_the_users_no_pause(
     [(Fault(500), "second"), (Fault(0, tokens=3), "second"), (Fault(401), "first")],
     ids=["fails, another", "breaks off, another", "answers nobody"],
 )
-def test_an_endpoint_that_is_another_or_answers_no_turn_is_begun_anew(
+def test_replaced_or_unresponsive_endpoint_is_started_anew(
     router: Router, endpoint: ScriptedEndpoint, fault: Fault, instance: str
 ) -> None:
-    """What it serves is not known any more."""
+    """The weights of a replaced endpoint are unknown."""
     model = new_policy(1, tied=False)
     router.publish(model, 1)
     router.until(lambda: router.serves(1))
-    gone = router.beats[-1].incarnation
+    gone = router.heartbeats[-1].incarnation
     endpoint.faults[endpoint.turns + 1], endpoint.instance = fault, instance
     router.dispatch("last", CONTEXT, max_tokens=20, stop=())
     result = router.result("last")
     assert result.outcome is TurnOutcome.PREEMPTED and "away" in result.reason
-    router.until(lambda: router.beats[-1].incarnation != gone and router.serves(1))
+    router.until(lambda: router.heartbeats[-1].incarnation != gone and router.serves(1))
     router.dispatch("first", CONTEXT)
     prove(router.result("first"), model, 1)
 
 
 @any_broker
-def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_hung_endpoint_is_a_silent_executor(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
     endpoint.hang(True)
@@ -247,7 +245,7 @@ def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: S
 
 
 @any_broker
-def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_users(
+def test_lender_that_stops_during_a_weight_load_leaves_the_endpoint_serving(
     router: Router, endpoint: ScriptedEndpoint, lender: Lending
 ) -> None:
     endpoint.says_paused = False
@@ -259,7 +257,7 @@ def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_user
 
 
 @any_broker
-def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
+def test_endpoint_of_a_lender_killed_during_a_weight_load_works_with_the_next(
     settings: BusSettings, endpoint: ScriptedEndpoint, policy: Path, config: EndpointConfig
 ) -> None:
     mark = config.folder / config.folder_name / PAUSED
@@ -273,28 +271,28 @@ def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
 
 
 @any_broker
-def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_late_turns_are_returned_and_no_more_are_requested(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
-    assert router.beats[-1].max_turns == 1
+    assert router.heartbeats[-1].max_turns == 1
     endpoint.token_seconds = 0.7
     router.dispatch("late", CONTEXT, max_tokens=200, stop=())
     result = router.result("late")
     assert result.outcome is TurnOutcome.PREEMPTED and "latency" in result.reason
     assert len(unpack_tokens(result.tokens))
-    router.until(lambda: router.beats[-1].max_turns == 0)
+    router.until(lambda: router.heartbeats[-1].max_turns == 0)
     router.dispatch("none", CONTEXT)
     assert router.result("none").refusal is Refusal.ROOM
 
 
 @any_broker
-def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint: ScriptedEndpoint) -> None:
+def test_punctual_turns_raise_the_requested_number(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
     endpoint.token_seconds = 0.05
     number = 0
-    while router.beats[-1].max_turns < 4:
-        names = [f"more-{number + more}" for more in range(router.beats[-1].max_turns)]
+    while router.heartbeats[-1].max_turns < 4:
+        names = [f"more-{number + more}" for more in range(router.heartbeats[-1].max_turns)]
         number += len(names)
         for name in names:
             router.dispatch(name, CONTEXT, max_tokens=30, stop=())
@@ -317,7 +315,7 @@ def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint:
         ({"folder": Path(__file__).parents[2] / "workers/models/calculator"}, "are not the policy's"),
     ],
 )
-def test_an_endpoint_that_cannot_lend_is_refused_in_a_sentence(
+def test_endpoint_that_cannot_lend_is_refused_in_one_sentence(
     settings: BusSettings,
     endpoint: ScriptedEndpoint,
     policy: Path,
@@ -329,14 +327,14 @@ def test_an_endpoint_that_cannot_lend_is_refused_in_a_sentence(
         setattr(endpoint, name, value)
     with lending(settings, policy, config) as lender:
         until(lambda: lender.poll() is not None)
-        assert lender.poll() == 2 and sentence in lender.said and "\n" not in lender.said
+        assert lender.poll() == 2 and sentence in lender.message and "\n" not in lender.message
 
 
 @any_broker
-def test_a_folder_that_the_endpoint_does_not_see_is_told_and_nothing_is_loaded(
+def test_folder_invisible_to_the_endpoint_is_reported_and_nothing_is_loaded(
     router: Router, endpoint: ScriptedEndpoint
 ) -> None:
     endpoint.sees_folders = False
     router.publish(new_policy(1, tied=False), 1)
-    router.until(lambda: bool(router.beats) and router.beats[-1].refused_version == 1)
-    assert "cannot read" in router.beats[-1].refused_reason and endpoint.loaded == []
+    router.until(lambda: bool(router.heartbeats) and router.heartbeats[-1].refused_version == 1)
+    assert "cannot read" in router.heartbeats[-1].refused_reason and endpoint.loaded == []

@@ -1,4 +1,4 @@
-"""`rose lend --endpoint`: turns of the bus on a real vLLM server of the policy, over HTTP."""
+"""`rose lend --endpoint`: turns on a real vLLM server of the policy, over HTTP."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ CONTEXT = [3, 4, 5, 6] * 20
 
 
 class Server:
-    """A vLLM server of a model folder, to kill and start again at the same port."""
+    """A vLLM server of a model folder that can be killed and restarted at the same port."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         [self.port], self._folder, self._model = free_ports(1), folder, model
@@ -79,7 +79,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    wanted = {
+    values = {
         "run.name": DEFAULT_RUN,
         "model.folder": tmp_path / "policy",
         "executor.max_model_len": 256,
@@ -88,10 +88,10 @@ def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["s
         "executor.max_turns": 8,
         "executor.slot": SLOT,
         "endpoint.folder": tmp_path / "versions",
-        "endpoint.ttft_seconds": 20,  # a machine that others share: no latency is what is tested here
+        "endpoint.ttft_seconds": 20,  # on a shared machine; this test does not test latency
         "endpoint.tpot_seconds": 5,
     }
-    said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+    settings_flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     command = [
         sys.executable,
         "-m",
@@ -103,14 +103,14 @@ def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["s
     ]
     log = tmp_path / "lender.log"
     with log.open("wb") as output:
-        lender = subprocess.Popen([*command, *flags(settings), *said], stdout=output, stderr=output)
+        lender = subprocess.Popen([*command, *flags(settings), *settings_flags], stdout=output, stderr=output)
     yield lender
     lender.terminate()
     assert lender.wait(WAIT_SECONDS) == 0
     print(log.read_text())
 
 
-def prove(result: TurnResult, model: Any, version: int, begun: tuple[int, ...] = ()) -> None:
+def prove(result: TurnResult, model: Any, version: int, earlier_tokens: tuple[int, ...] = ()) -> None:
     tokens = unpack_tokens(result.tokens)
     assert result.outcome is TurnOutcome.COMPLETED
     assert [(span.start, span.end, span.version) for span in result.spans] == [(0, len(tokens), version)]
@@ -119,27 +119,29 @@ def prove(result: TurnResult, model: Any, version: int, begun: tuple[int, ...] =
 
 
 def alone(model: Any, folder: Path) -> list[int]:
-    """What a rollout engine of its own says, greedily."""
+    """Return the greedy output of a dedicated rollout engine."""
     from rose.workers.executor.vllm.engine import Engine
-    from tests.support.engine_fixtures import Rig, folder_config, tokens_of
+    from tests.support.engine_fixtures import EngineFixture, folder_config, tokens_of
 
     engine = Engine(folder_config(save_policy(folder, model)))
     try:
-        turn = Rig(engine, model, tied=False).run(CONTEXT, temperature=0.0, max_tokens=40, stop_token_ids=(0,))
+        turn = EngineFixture(engine, model, tied=False).run(
+            CONTEXT, temperature=0.0, max_tokens=40, stop_token_ids=(0,)
+        )
         return tokens_of(turn)
     finally:
         engine.close()
 
 
 @best_broker
-def test_a_vllm_server_answers_turns_of_the_bus_under_versions_that_it_has_proven(
+def test_vllm_server_answers_turns_under_proven_versions(
     settings: BusSettings, server: Server, lender: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     models = [new_policy(seed, tied=False) for seed in range(3)]
     router = Router(settings, lender)
     router.publish(models[1], 1)
     router.until(lambda: router.serves(1))
-    beat = router.beats[-1]
+    beat = router.heartbeats[-1]
     assert (beat.worker_class, beat.state, beat.hardware.device) == (
         WorkerClass.SERVING,
         ExecutorState.READY,
@@ -158,17 +160,17 @@ def test_a_vllm_server_answers_turns_of_the_bus_under_versions_that_it_has_prove
     prove(router.result("second"), models[2], 2)
     assert router.result("second").cached_tokens == 0
 
-    router.until(lambda: router.beats[-1].rollout.running == 0)
+    router.until(lambda: router.heartbeats[-1].rollout.running == 0)
     router.dispatch("cut-off", CONTEXT, max_tokens=170, stop=())
-    router.until(lambda: router.beats[-1].rollout.running == 1)
+    router.until(lambda: router.heartbeats[-1].rollout.running == 1)
     server.kill()
     cut = router.result("cut-off")
-    if cut.outcome is TurnOutcome.PREEMPTED:  # else it had ended before
+    if cut.outcome is TurnOutcome.PREEMPTED:  # otherwise the turn had ended before
         assert "away" in cut.reason
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
-    gone = router.beats[-1].incarnation
+    router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
+    gone = router.heartbeats[-1].incarnation
     server.start()
-    router.until(lambda: router.beats[-1].incarnation != gone and router.serves(2))
+    router.until(lambda: router.heartbeats[-1].incarnation != gone and router.serves(2))
     router.dispatch("after", CONTEXT)
     prove(router.result("after"), models[2], 2)
     assert unpack_tokens(greedy.tokens) == alone(models[1], tmp_path / "alone")

@@ -1,4 +1,4 @@
-"""The engine's versions against transformers: every claim about weights is proven by logprobs."""
+"""The engine's versions against transformers: logprobs prove every claim about weights."""
 
 import random
 import subprocess
@@ -30,12 +30,12 @@ from tests.support.engine_fixtures import (
     MAX_MODEL_LEN,
     MAX_RUNNING,
     TOLERANCE,
-    Rig,
+    EngineFixture,
     contexts_of,
     difference,
     folder_config,
     sampled_logprobs,
-    started_rig,
+    started_engine,
     tokens_of,
 )
 from tests.support.model_families import tiny_policy
@@ -48,23 +48,23 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with started_rig(tmp_path_factory.mktemp("policy"), tied=request.param) as rig:
-        yield rig
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFixture]:
+    with started_engine(tmp_path_factory.mktemp("policy"), tied=request.param) as engine_fixture:
+        yield engine_fixture
 
 
 one_head = pytest.mark.parametrize("started", [True], indirect=True, ids=["tied"])
-"""Of a test to which it is all one whether the head is tied."""
+"""Mark of a test for which a tied head makes no difference."""
 
 
 @pytest.fixture
-def rig(started: Rig) -> Iterator[Rig]:
+def engine_fixture(started: EngineFixture) -> Iterator[EngineFixture]:
     yield started
     started.clear()
 
 
 def fail_after(calls: int, times: int = 1) -> Callable[..., None]:
-    """The function that packs a layer, failing `times` times after it packed `calls` layers."""
+    """Return a packing function of a layer that fails `times` times after `calls` layers."""
     real = layer_utils.dispatch_cpu_unquantized_gemm
     seen = 0
 
@@ -78,23 +78,25 @@ def fail_after(calls: int, times: int = 1) -> Callable[..., None]:
     return pack
 
 
-def test_a_failed_first_swap_leaves_the_folders_weights_serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rig.engine.version == 0, "has to be the first test: no version has been swapped in yet"
+def test_failed_first_swap_keeps_the_weights_of_the_folder(
+    engine_fixture: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine_fixture.engine.version == 0, "has to be the first test: no version has been swapped in yet"
     monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", fail_after(5))
     with pytest.raises(SwapRefused, match="out of memory"):
-        rig.engine.swap(7, tensors_of(new_policy(99, tied=rig.tied)).items())
-    assert rig.engine.version == 0
-    assert rig.check(0) < TOLERANCE
+        engine_fixture.engine.swap(7, tensors_of(new_policy(99, tied=engine_fixture.tied)).items())
+    assert engine_fixture.engine.version == 0
+    assert engine_fixture.check(0) < TOLERANCE
 
 
-def test_logprobs_are_those_of_transformers_before_and_after_swaps(rig: Rig) -> None:
-    assert rig.check(1) < TOLERANCE
+def test_logprobs_are_those_of_transformers_before_and_after_swaps(engine_fixture: EngineFixture) -> None:
+    assert engine_fixture.check(1) < TOLERANCE
     for seed in (2, 3):
-        rig.swap()
-        assert rig.check(seed) < TOLERANCE
+        engine_fixture.swap()
+        assert engine_fixture.check(seed) < TOLERANCE
 
 
-class Drawn:
+class SampledTrajectory:
     """A trajectory that is sampled turn by turn."""
 
     def __init__(self, tokens: list[int]) -> None:
@@ -116,18 +118,23 @@ class Drawn:
 
 @one_head
 @pytest.mark.parametrize("temperatures", [[0.7, 0.7], [1.3, 1.3], [0.7, 1.3]])
-def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temperatures: list[float]) -> None:
-    """Through a sample, its turns' sampling and the logits of the loss: mean |log ratio| under 1e-3 in float32."""
-    rig.swap()
+def test_on_policy_importance_ratio_of_engine_and_trainer_is_1(
+    engine_fixture: EngineFixture, temperatures: list[float]
+) -> None:
+    """The comparison goes through a sample, the sampling of its turns and the logits of the loss: mean
+    log ratio
+    under 1e-3 in float32.
+    """
+    engine_fixture.swap()
     rng, log_ratios = random.Random(4), list[float]()
-    drawn = [Drawn(contexts_of(rng, rng.randint(5, 40))) for _ in range(12)]
+    drawn = [SampledTrajectory(contexts_of(rng, rng.randint(5, 40))) for _ in range(12)]
     for temperature in temperatures:
         samplings = [
             Sampling(temperature=temperature, max_tokens=rng.randint(2, 30), seed=n) for n in range(len(drawn))
         ]
         for number, (one, sampling) in enumerate(zip(drawn, samplings, strict=True)):
-            rig.add(str(number), one.tokens, **msgspec.structs.asdict(sampling))
-        done = rig.drain()
+            engine_fixture.add(str(number), one.tokens, **msgspec.structs.asdict(sampling))
+        done = engine_fixture.drain()
         for number, (one, sampling) in enumerate(zip(drawn, samplings, strict=True)):
             one.add(done[str(number)], sampling, observed=contexts_of(rng, 3))
     for each in drawn:
@@ -136,31 +143,33 @@ def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temp
         weighed = TrainingSample.of(made)
         with torch.no_grad():
             row = torch.tensor([weighed.tokens])
-            priced = token_logprobs(rig.model, row, temperatures=torch.tensor([weighed.temperatures]))
+            priced = token_logprobs(engine_fixture.model, row, temperatures=torch.tensor([weighed.temperatures]))
         ratios = (priced[0] - torch.tensor(weighed.behaviour_logprobs))[torch.tensor(each.mask).bool()]
         log_ratios += ratios.abs().tolist()
     assert len(log_ratios) > 100
     assert sum(log_ratios) / len(log_ratios) < 1e-3
 
 
-def test_a_failed_later_swap_leaves_the_version_before_it_serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.swap()
-    version = rig.engine.version
+def test_failed_later_swap_keeps_the_previous_version(
+    engine_fixture: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_fixture.swap()
+    version = engine_fixture.engine.version
     monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", fail_after(5))
     with pytest.raises(SwapRefused, match="out of memory"):
-        rig.engine.swap(version + 1, tensors_of(new_policy(98, tied=rig.tied)).items())
-    assert rig.engine.version == version
-    assert rig.check(4) < TOLERANCE
+        engine_fixture.engine.swap(version + 1, tensors_of(new_policy(98, tied=engine_fixture.tied)).items())
+    assert engine_fixture.engine.version == version
+    assert engine_fixture.check(4) < TOLERANCE
 
 
 REAL_PACK = layer_utils.dispatch_cpu_unquantized_gemm
 
 MOST_ELEMENTS = 3000
-"""Of a piece: fewer than the embedding and most layers have."""
+"""Element limit of a piece: fewer than the embedding and most layers have."""
 
 
-class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is read or written, views aside: by torch, and of layers that are packed."""
+class ElementCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts read and written elements, except views: by torch, and of packed layers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -176,45 +185,47 @@ class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-def test_no_piece_of_preparing_touches_more_elements_than_it_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.swap()
+def test_staging_piece_writes_a_bounded_number_of_elements(
+    engine_fixture: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_fixture.swap()
     monkeypatch.setattr(engine_weights, "PIECE_ELEMENTS", MOST_ELEMENTS)
-    rig.model = new_policy(93, tied=rig.tied)
-    tensors = tensors_of(rig.model)
-    if rig.tied:
+    engine_fixture.model = new_policy(93, tied=engine_fixture.tied)
+    tensors = tensors_of(engine_fixture.model)
+    if engine_fixture.tied:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    pieces = rig.engine.stage(tensors.items())
+    pieces = engine_fixture.engine.stage(tensors.items())
     touched = []
     while True:
-        with Elements() as elements, monkeypatch.context() as counting:
+        with ElementCounter() as elements, monkeypatch.context() as counting:
             counting.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", elements.pack)
             done = next(pieces, True)
         touched.append(elements.seen)
         if done:
             break
-    rig.engine.activate(rig.engine.version + 1)
+    engine_fixture.engine.activate(engine_fixture.engine.version + 1)
     assert max(touched) <= MOST_ELEMENTS
     written = sum(tensor.numel() for tensor in tensors.values())
     assert sum(touched) >= 2 * written - 2 * tensors["model.embed_tokens.weight"].numel(), "copied, and layers packed"
-    assert rig.check(8) < TOLERANCE
-    rig.swap()
-    assert rig.check(9) < TOLERANCE
+    assert engine_fixture.check(8) < TOLERANCE
+    engine_fixture.swap()
+    assert engine_fixture.check(9) < TOLERANCE
     monkeypatch.undo()
-    rig.swap()
-    assert rig.check(9) < TOLERANCE
+    engine_fixture.swap()
+    assert engine_fixture.check(9) < TOLERANCE
 
 
-def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: Rig) -> None:
-    rig.swap()
-    later = new_policy(97, tied=rig.tied)
-    for _ in rig.engine.stage(tensors_of(later).items()):
+def test_staged_version_changes_nothing_until_activation(engine_fixture: EngineFixture) -> None:
+    engine_fixture.swap()
+    later = new_policy(97, tied=engine_fixture.tied)
+    for _ in engine_fixture.engine.stage(tensors_of(later).items()):
         pass
-    assert rig.check(5) < TOLERANCE
-    rig.engine.activate(rig.engine.version + 1)
-    rig.model = later
-    assert rig.check(5) < TOLERANCE
-    rig.swap()
-    assert rig.check(6) < TOLERANCE
+    assert engine_fixture.check(5) < TOLERANCE
+    engine_fixture.engine.activate(engine_fixture.engine.version + 1)
+    engine_fixture.model = later
+    assert engine_fixture.check(5) < TOLERANCE
+    engine_fixture.swap()
+    assert engine_fixture.check(6) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -235,143 +246,144 @@ def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: R
     ],
     ids=["missing", "unknown", "shape", "float64", "int32", "meta", "head", "nan", "infinity"],
 )
-def test_a_version_that_is_not_the_models_is_refused_before_the_first_write(
-    rig: Rig, spoil: Callable[[dict[str, torch.Tensor]], object], reason: str
+def test_version_of_another_model_is_refused_before_the_first_write(
+    engine_fixture: EngineFixture, spoil: Callable[[dict[str, torch.Tensor]], object], reason: str
 ) -> None:
-    version = rig.engine.version
-    spoiled = tensors_of(new_policy(96, tied=rig.tied))
+    version = engine_fixture.engine.version
+    spoiled = tensors_of(new_policy(96, tied=engine_fixture.tied))
     spoil(spoiled)
     with pytest.raises(SwapRefused, match=reason):
-        rig.engine.swap(version + 1, spoiled.items())
-    assert rig.engine.version == version
-    assert rig.check(6, turns=4) < TOLERANCE
+        engine_fixture.engine.swap(version + 1, spoiled.items())
+    assert engine_fixture.engine.version == version
+    assert engine_fixture.check(6, turns=4) < TOLERANCE
 
 
-def test_a_tensor_that_comes_twice_is_refused(rig: Rig) -> None:
-    tensors = list(tensors_of(rig.model).items())
+def test_duplicate_tensor_is_refused(engine_fixture: EngineFixture) -> None:
+    tensors = list(tensors_of(engine_fixture.model).items())
     with pytest.raises(SwapRefused, match="twice"):
-        rig.engine.swap(rig.engine.version + 1, [*tensors, tensors[0]])
+        engine_fixture.engine.swap(engine_fixture.engine.version + 1, [*tensors, tensors[0]])
 
 
-def test_a_narrower_element_type_is_widened_exactly_in_any_order_with_a_tied_head_beside(rig: Rig) -> None:
-    rig.model = new_policy(95, tied=rig.tied)
+def test_narrower_element_type_is_widened_exactly_with_a_tied_head(engine_fixture: EngineFixture) -> None:
+    engine_fixture.model = new_policy(95, tied=engine_fixture.tied)
     with torch.no_grad():
-        for parameter in rig.model.parameters():
+        for parameter in engine_fixture.model.parameters():
             parameter.copy_(parameter.bfloat16())
-    state = rig.model.state_dict()  # holds lm_head.weight, tied or not
+    state = engine_fixture.model.state_dict()  # holds lm_head.weight, tied or not
     tensors = [(name, tensor.bfloat16()) for name, tensor in state.items()]
     random.Random(0).shuffle(tensors)
-    rig.engine.swap(rig.engine.version + 1, tensors)
-    assert rig.check(7) < TOLERANCE
+    engine_fixture.engine.swap(engine_fixture.engine.version + 1, tensors)
+    assert engine_fixture.check(7) < TOLERANCE
 
 
-def test_a_turn_that_a_swap_overtakes_goes_on_and_says_which_version_sampled_what(rig: Rig) -> None:
+def test_turn_over_a_swap_continues_with_the_version_of_each_token(engine_fixture: EngineFixture) -> None:
     context = contexts_of(random.Random(8), 70)
-    rig.add("over", context, max_tokens=30)
+    engine_fixture.add("over", context, max_tokens=30)
     for _ in range(11):
-        rig.engine.step()
-    before, old = rig.engine.version, rig.model
-    rig.swap()
-    turn = rig.drain()["over"]
+        engine_fixture.engine.step()
+    before, old = engine_fixture.engine.version, engine_fixture.model
+    engine_fixture.swap()
+    turn = engine_fixture.drain()["over"]
     assert turn.sampled.spans == (VersionSpan(0, 11, before), VersionSpan(11, 30, before + 1))
 
-    # Its cache holds what the old weights computed: all but the last token that they sampled.
+    # The cache has values of the old weights for all tokens except the last that they sampled.
     ids = torch.tensor([[*context, *tokens_of(turn)]])
     split = len(context) + 10
     with torch.no_grad():
         first = old(input_ids=ids[:, :split], use_cache=True)
-        second = rig.model(input_ids=ids[:, split:], past_key_values=first.past_key_values)
+        second = engine_fixture.model(input_ids=ids[:, split:], past_key_values=first.past_key_values)
     logits = torch.cat([first.logits, second.logits], 1)[0, len(context) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(-1, ids[0, len(context) :, None])[:, 0]
     assert float((expected - torch.from_numpy(sampled_logprobs(turn))).abs().max()) < TOLERANCE
 
 
-def test_a_turn_that_waits_through_a_swap_is_of_the_new_version_alone(rig: Rig) -> None:
+def test_turn_that_waits_through_a_swap_has_only_the_new_version(engine_fixture: EngineFixture) -> None:
     context = contexts_of(random.Random(9), 3 * BLOCK + 1)
-    rig.run(context, max_tokens=1)
+    engine_fixture.run(context, max_tokens=1)
     for i in range(MAX_RUNNING + 4):
-        rig.add(f"t{i}", context, max_tokens=20)
-    rig.engine.step()
-    assert rig.engine.load().waiting == 4
-    rig.swap()
-    done = rig.drain()
+        engine_fixture.add(f"t{i}", context, max_tokens=20)
+    engine_fixture.engine.step()
+    assert engine_fixture.engine.load().waiting == 4
+    engine_fixture.swap()
+    done = engine_fixture.drain()
     assert [done[f"t{i}"].cached_tokens for i in range(MAX_RUNNING)] == [3 * BLOCK] * MAX_RUNNING
     for i in range(MAX_RUNNING, MAX_RUNNING + 4):
-        assert done[f"t{i}"].sampled.spans == (VersionSpan(0, 20, rig.engine.version),)
-        assert difference(rig.model, context, done[f"t{i}"]) < TOLERANCE
+        assert done[f"t{i}"].sampled.spans == (VersionSpan(0, 20, engine_fixture.engine.version),)
+        assert difference(engine_fixture.model, context, done[f"t{i}"]) < TOLERANCE
     assert done[f"t{MAX_RUNNING}"].cached_tokens == 0
 
 
 @one_head
-def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) -> None:
+def test_next_turn_hits_its_prefix_and_only_of_its_version(engine_fixture: EngineFixture) -> None:
     rng = random.Random(10)
     context = contexts_of(rng, 3 * BLOCK)
-    first = rig.run(context, max_tokens=BLOCK + 1)
+    first = engine_fixture.run(context, max_tokens=BLOCK + 1)
     assert first.cached_tokens == 0
     longer = [*context, *tokens_of(first), *contexts_of(rng, 5)]
-    assert rig.run(longer, max_tokens=5).cached_tokens == 4 * BLOCK
-    rig.swap()
-    assert rig.run(longer, max_tokens=5).cached_tokens == 0
-    assert rig.run(longer, max_tokens=5).cached_tokens == 4 * BLOCK
-    weights = tensors_of(new_policy(94, tied=rig.tied))
-    rig.engine.swap(rig.engine.version, weights.items())  # other weights under the same number
-    assert rig.run(longer, max_tokens=5).cached_tokens == 0
-    rig.swap()
+    assert engine_fixture.run(longer, max_tokens=5).cached_tokens == 4 * BLOCK
+    engine_fixture.swap()
+    assert engine_fixture.run(longer, max_tokens=5).cached_tokens == 0
+    assert engine_fixture.run(longer, max_tokens=5).cached_tokens == 4 * BLOCK
+    weights = tensors_of(new_policy(94, tied=engine_fixture.tied))
+    engine_fixture.engine.swap(engine_fixture.engine.version, weights.items())  # other weights under the same number
+    assert engine_fixture.run(longer, max_tokens=5).cached_tokens == 0
+    engine_fixture.swap()
 
 
 def overflows(turn: FinishedTurn) -> bool:
     return not bool(np.isfinite(sampled_logprobs(turn)).all())
 
 
-def test_what_a_version_computed_that_is_no_number_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
-    """A policy of finite weights whose products overflow; of a small cache each block holds what is no number then."""
+def test_nan_of_one_version_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
+    """The policy has finite weights with overflowing products. In a small cache each block then has NaN."""
     model = new_policy(0, tied=True)
     kv_bytes = 100 * BLOCK * 4 * 2 * 2 * 32 * 4
     config = folder_config(save_policy(tmp_path, model), policy_version=0, kv_cache_bytes=kv_bytes)
     with closing(Engine(config)) as engine:
-        rig, source = Rig(engine, model, True), random.Random(12)
+        engine_fixture, source = EngineFixture(engine, model, True), random.Random(12)
         vast = {name: tensor * 1e20 if "proj" in name else tensor for name, tensor in tensors_of(model).items()}
         engine.swap(1, vast.items())
         for version in (1, 2):
             for number in range(60):
-                rig.add(f"t{number}", contexts_of(source, source.randint(20, 120)), max_tokens=20)
-            assert set(map(overflows, rig.drain().values())) == {version == 1}
-            rig.swap()
-        assert rig.check(1) < TOLERANCE
+                engine_fixture.add(f"t{number}", contexts_of(source, source.randint(20, 120)), max_tokens=20)
+            assert set(map(overflows, engine_fixture.drain().values())) == {version == 1}
+            engine_fixture.swap()
+        assert engine_fixture.check(1) < TOLERANCE
 
 
-def test_a_turn_that_overflows_spoils_no_other_turn_of_its_version(tmp_path: Path) -> None:
-    """One token alone meets a vast weight of the first layer: whose context has it computes no number."""
+def test_overflowing_turn_affects_no_other_turn(tmp_path: Path) -> None:
+    """One token meets a huge weight of the first layer: a context with this token has NaN logits."""
     model = new_policy(0, tied=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 0.0
         model.model.embed_tokens.weight[VOCABULARY - 1, 0] = 10.0
         model.model.layers[0].self_attn.v_proj.weight[:, 0] = 3e38
     with closing(Engine(folder_config(save_policy(tmp_path, model), policy_version=0))) as engine:
-        rig, source = Rig(engine, model, False), random.Random(11)
+        engine_fixture, source = EngineFixture(engine, model, False), random.Random(11)
         for wave in range(4):
             contexts = {}
             for number in range(24):
                 context = [source.randrange(VOCABULARY - 1) for _ in range(source.randint(2, 120))]
                 contexts[f"t{wave}.{number}"] = [VOCABULARY - 1, *context] if number % 3 == 0 else context
             for key, context in contexts.items():
-                rig.add(key, context, max_tokens=12, stop_token_ids=(VOCABULARY - 1,))
-            for key, turn in rig.drain().items():
+                engine_fixture.add(key, context, max_tokens=12, stop_token_ids=(VOCABULARY - 1,))
+            for key, turn in engine_fixture.drain().items():
                 if VOCABULARY - 1 in contexts[key]:
                     assert overflows(turn)
                 else:
                     tokens, logprobs = tokens_of(turn), sampled_logprobs(turn)
-                    least = len(tokens) - tokens.count(VOCABULARY - 1)  # transformers computes none
+                    # transformers computes no finite logprob for these
+                    least = len(tokens) - tokens.count(VOCABULARY - 1)
                     sampled = SampledTokensBuilder(tokens[:least], logprobs[:least].tolist()).build(version=0)
                     sound = msgspec.structs.replace(turn, sampled=sampled)
                     assert not overflows(turn) and (not least or difference(model, contexts[key], sound) < TOLERANCE)
 
 
-def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) -> None:
+def test_too_small_cache_changes_no_logprob(tmp_path: Path) -> None:
     model = new_policy(20, tied=True)
     kv_bytes = 20 * BLOCK * 4 * 2 * 2 * 32 * 4
     engine = Engine(folder_config(save_policy(tmp_path, model), kv_cache_bytes=kv_bytes))
-    small = Rig(engine, model, True, seed=20)
+    small = EngineFixture(engine, model, True, seed=20)
     assert small.check(17) < TOLERANCE
     small.swap()
     for i in range(MAX_RUNNING):
@@ -399,7 +411,7 @@ def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) ->
     engine.close()
 
 
-def test_settings_that_vllm_does_not_take_are_one_sentence(tmp_path: Path) -> None:
+def test_settings_refused_by_vllm_are_reported_in_one_sentence(tmp_path: Path) -> None:
     folder = save_policy(tmp_path / "good", new_policy(0, tied=True))
     with pytest.raises(EngineStartError, match=r"max seq len"):
         Engine(folder_config(folder, kv_cache_bytes=4 * BLOCK * 4 * 2 * 2 * 32 * 4))
@@ -415,16 +427,16 @@ def test_settings_that_vllm_does_not_take_are_one_sentence(tmp_path: Path) -> No
         Engine(folder_config(folder))
 
 
-def test_heads_that_a_cpu_has_no_kernel_for_are_refused_at_the_start(tmp_path: Path) -> None:
+def test_head_size_without_a_cpu_kernel_is_refused_at_the_start(tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path, head_dim=48)
     with pytest.raises(EngineStartError, match=r"attention heads of 48 elements.*32, 64"):
         Engine(folder_config(tmp_path))
 
 
-def test_an_engine_that_has_proven_itself_has_a_turn_like_any_other(rig: Rig) -> None:
-    rig.engine.self_test()
-    assert len(rig.engine) == 0
-    assert rig.check(19, turns=4) < TOLERANCE
+def test_engine_after_its_self_test_runs_turns_unchanged(engine_fixture: EngineFixture) -> None:
+    engine_fixture.engine.self_test()
+    assert len(engine_fixture.engine) == 0
+    assert engine_fixture.check(19, turns=4) < TOLERANCE
 
 
 MAKE = """
@@ -437,10 +449,10 @@ Engine(EngineConfig(model_folder=Path(sys.argv[1]))).allocate_spare()
 """
 
 
-def test_a_policy_that_no_version_can_be_written_into_serves_no_run(tmp_path: Path) -> None:
-    """vLLM lays experts out anew under their old names and shapes: a version would be read as what it is not.
+def test_policy_that_accepts_no_version_is_refused(tmp_path: Path) -> None:
+    """vLLM rearranges expert weights under their old names and shapes: a version would be misread.
 
-    In a process of its own: where another engine was made before, vLLM has no group for experts.
+    The test runs in its own process, because vLLM has no group for experts after another engine was made.
     """
     folder = save_policy(tmp_path, new_mixture(1))
     made = subprocess.run([sys.executable, "-c", MAKE, str(folder)], cwd=REPOSITORY, capture_output=True, text=True)

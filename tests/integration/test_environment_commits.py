@@ -1,4 +1,4 @@
-"""An environment worker whose commit lasts: it stays a member of its group, and what it reads meanwhile is kept."""
+"""An environment worker with a long commit stays a member of its group and keeps the records read meanwhile."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from tests.support.scripted_executors import ScriptedExecutors
 
 
 class Commits:
-    """Those of the worker that runs on the thread: while `held`, none of them is done."""
+    """The commits of the worker on the thread. While `held` is set, no commit finishes."""
 
     def __init__(self, patch: pytest.MonkeyPatch, thread: Thread) -> None:
         self.held = False
         self.lasts = False
-        """Whether one was held."""
+        """Whether a commit was held."""
         self.read_amid: list[Item] = []
         self.moved_amid = False
         self.taken: dict[tuple[int, Topic, int], list[int]] = defaultdict(list)
-        """By life and place: the offsets that were taken in."""
+        """The accepted offsets by incarnation, topic and partition."""
         self._amid = False
         commit, read, take = Writer.commit, Membership.read, EnvironmentWorker._on_item
 
@@ -75,7 +75,7 @@ class Commits:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("joins", [False, True], ids=["alone", "another-joins"])
-def test_who_commits_for_long_stays_a_member_and_takes_in_once_what_it_reads_meanwhile(
+def test_worker_in_a_long_commit_stays_a_member_and_reads_each_record_once(
     executors: ScriptedExecutors,
     undisturbed: dict[str, Sample],
     model: str,
@@ -93,7 +93,7 @@ def test_who_commits_for_long_stays_a_member_and_takes_in_once_what_it_reads_mea
     try:
         for number in range(GROUPS - 1):
             executors.submit(prompt_of(number))
-        executors.pump_until(lambda: executors.asked >= 40, what="40 requests")
+        executors.pump_until(lambda: executors.requested >= 40, what="40 requests")
         commits.held = True
         executors.pump_until(lambda: commits.lasts, what="a commit that lasts")
         executors.submit(prompt_of(GROUPS - 1))

@@ -1,4 +1,5 @@
-"""Environment workers that come, go, freeze and die with full windows over a real broker: each trajectory ends once."""
+"""Environment workers that join, leave, freeze and die with full windows on a real broker: each trajectory ends
+once."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,10 +29,10 @@ from tests.support.environment_worker_fixtures import (
     GROUPS,
     PARTITIONS,
     SIZE,
+    dead_letters,
     finish,
     groups,
     homes_of_members,
-    letters,
     once,
     produce,
     prompt_of,
@@ -46,14 +47,14 @@ WINDOW = 2
 
 
 def are_shared(settings: BusSettings, workers: int) -> bool:
-    """Whether so many workers own a home each at least, and all homes together."""
+    """Whether `count` workers own at least one home each, and all homes together."""
     homes = homes_of_members(settings)
     return len(homes) == workers and all(homes) and set().union(*homes) == set(range(PARTITIONS.home))
 
 
 @kafka_first
 @pytest.mark.slow
-def test_workers_that_join_one_after_another_with_full_windows_read_on(
+def test_workers_that_join_with_full_windows_keep_reading(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     executors.settles = False
@@ -63,14 +64,14 @@ def test_workers_that_join_one_after_another_with_full_windows_read_on(
         for workers in (1, 2, 3):
             running.enter_context(worker_process(executors.settings, workers, config))
             executors.pump_until(lambda: are_shared(executors.settings, workers), what=f"{workers} members")  # noqa: B023
-            finish(executors, WINDOW * SIZE)  # the windows are full: nothing else opens
+            finish(executors, WINDOW * SIZE)  # the windows are full, so no other group opens
         settle_all(executors)
         finish(executors)
     assert once(executors) == undisturbed
 
 
 @pytest.mark.slow
-def test_a_worker_that_leaves_with_a_full_window_leaves_its_homes_to_the_others(
+def test_worker_that_leaves_with_a_full_window_hands_its_homes_over(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
 ) -> None:
     if broker_kind == EMBEDDED:
@@ -90,10 +91,10 @@ def test_a_worker_that_leaves_with_a_full_window_leaves_its_homes_to_the_others(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True], ids=["freezes", "dies"])
-def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_back(
+def test_frozen_or_killed_worker_with_a_full_window_is_replaced_and_returns(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str, dies: bool
 ) -> None:
-    """The frozen one goes on as a new member: what it had under way is refused, and it does not end."""
+    """The frozen worker continues as a new member: its open work is refused, and the worker does not end."""
     if broker_kind == EMBEDDED:
         pytest.skip("never evicts a member: tests/conformance/test_groups.py")
     settings = executors.settings
@@ -101,7 +102,7 @@ def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_
     config = {"model_folder": model, "window_groups": WINDOW}
     with worker_process(settings, 1, config), ExitStack() as running:
         other = running.enter_context(worker_process(settings, 2, config))
-        executors.pump_until(lambda: are_shared(settings, 2) and executors.asked >= 40, what="two members at work")
+        executors.pump_until(lambda: are_shared(settings, 2) and executors.requested >= 40, what="two members at work")
         executors.settles = False
         if dies:
             kill(other)
@@ -121,10 +122,10 @@ def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_
 
 @kafka_first
 @pytest.mark.slow
-def test_a_prompt_that_lies_in_another_home_is_sent_on_and_repeated_ones_open_nothing(
+def test_prompt_of_another_home_is_forwarded_and_duplicates_open_nothing(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
-    """Keyless, with another partitioner's key, twice: as honest strangers produce."""
+    """The prompts have no key or the key of another partitioner, and are sent twice, as honest producers may do."""
     settings, config = executors.settings, {"model_folder": model}
     wires = {prompt_of(number).group_id: encode(prompt_of(number)) for number in range(GROUPS)}
     with worker_process(settings, 0, config):
@@ -134,9 +135,9 @@ def test_a_prompt_that_lies_in_another_home_is_sent_on_and_repeated_ones_open_no
         finish(executors)
         for name, wire in wires.items():
             produce(settings, wire, partition=home_partition(name, PARTITIONS.home), key=b"a key of its own")
-        executors.pump_until(lambda: len(letters(settings)) == GROUPS, what="dead letters of the second prompts")
-    assert all("submitted before" in letter.reason for letter in letters(settings))
-    assert {letter.raw.key for letter in letters(settings)} == {b"a key of its own"}
+        executors.pump_until(lambda: len(dead_letters(settings)) == GROUPS, what="dead letters of the second prompts")
+    assert all("submitted before" in dead_letter.reason for dead_letter in dead_letters(settings))
+    assert {dead_letter.raw.key for dead_letter in dead_letters(settings)} == {b"a key of its own"}
     assert once(executors) == undisturbed
 
 
@@ -160,10 +161,10 @@ POISON = {
 
 @kafka_first
 @pytest.mark.slow
-def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_start(
+def test_undecodable_message_is_dead_lettered_once_over_worker_restarts(
     executors: ScriptedExecutors, model: str, broker_kind: str
 ) -> None:
-    """A worker that is started again, and one that comes after the group's offsets have expired."""
+    """One worker is restarted, and another starts after the offsets of the group have expired."""
     settings = executors.settings
     values = [begin % b"poison" if b"%s" in begin else begin for begin, _ in POISON.values()]
     values = [begin + end for begin, (_, end) in zip(values, POISON.values(), strict=True)]
@@ -175,13 +176,13 @@ def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_s
         with worker_process(settings, 0, {"model_folder": model, "window_groups": 1}):
             executors.submit(prompt_of(2 + start))
             finish(executors, (3 + start) * SIZE)
-            executors.pump_until(lambda: len(letters(settings)) >= len(POISON), what="dead letters")
-        if start == 1 and broker_kind != EMBEDDED:  # it never takes a member for gone
+            executors.pump_until(lambda: len(dead_letters(settings)) >= len(POISON), what="dead letters")
+        if start == 1 and broker_kind != EMBEDDED:  # the embedded broker never evicts a member
             client: AdminClient = connect(settings)
             for deleted in client.delete_consumer_groups([settings.name(ENVIRONMENT_GROUP)]).values():
                 deleted.result()
-    assert [letter.raw.value for letter in letters(settings)] == values
-    assert [letter.raw.value for letter in read_dead_letters(settings, COMPLETED)] == [b"no result"]
+    assert [dead_letter.raw.value for dead_letter in dead_letters(settings)] == values
+    assert [dead_letter.raw.value for dead_letter in read_dead_letters(settings, COMPLETED)] == [b"no result"]
     once(executors)
     states = {name: group.state for name, group in groups(settings).items()}
     assert {name for name, state in states.items() if state is GroupState.REFUSED} <= {"poison"}
@@ -219,7 +220,7 @@ class Blocks(Calculator):
 @any_broker
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_others(
+def test_thread_blocking_environment_fails_only_its_trajectories(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path, isolation: str
 ) -> None:
     (tmp_path / "blocks.py").write_text(BLOCKS)
@@ -244,10 +245,8 @@ def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_oth
 
 @kafka_first
 @pytest.mark.slow
-def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
-    executors: ScriptedExecutors, model: str
-) -> None:
-    """All but one group have ended; the last one's trajectories wait for a turn."""
+def test_recovery_reads_live_records_and_none_of_them_is_deleted(executors: ScriptedExecutors, model: str) -> None:
+    """All groups except one have ended; the trajectories of the last group wait for a turn."""
     settings = executors.settings
     submit_all(executors)
     with worker_process(settings, 0, {"model_folder": model}):
@@ -269,7 +268,7 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
     assert set(trajectories) >= names and before.broken == []
     assert before.fetched <= 3 * SIZE < end(settings, REQUESTED, home), "the turns of what is live, not the log"
     with pytest.raises(RecoveryAbandoned):
-        recovered(settings, home, meanwhile=abandon)
+        recovered(settings, home, on_wait=abandon)
     held = before.homes[home]
     requests, results = held.needed(before.request_ends[home])
     sweeper = LogCleaner(replace(settings, retention=Retention(prompts=-3600.0, turns=-3600.0)), "test")
@@ -288,7 +287,7 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
 
 @kafka_first
 @pytest.mark.slow
-def test_trajectories_of_a_home_whose_unread_results_were_deleted_fail_with_the_reason(
+def test_trajectories_with_deleted_unread_results_fail_with_the_reason(
     executors: ScriptedExecutors, model: str
 ) -> None:
     settings, prompt = executors.settings, prompt_of(0)
@@ -362,7 +361,7 @@ def moved_to_the_end(settings: BusSettings, home: int) -> bool:
 
 
 def end(settings: BusSettings, topic: Topic, home: int, *, first: bool = False) -> int:
-    """Where a partition ends, or begins."""
+    """Return the end or the beginning of a partition."""
     reader = Reader(settings, "test", group="test")
     low, high = reader.watermarks((topic, home))
     reader.close()
@@ -376,10 +375,10 @@ def abandon() -> None:
 def recovered(
     settings: BusSettings,
     home: int,
-    meanwhile: Callable[[], None] = lambda: None,
+    on_wait: Callable[[], None] = lambda: None,
     committed: Callable[[Sequence[Place]], dict[Place, int | None]] | None = None,
 ) -> RecoveredHomes:
-    """What a worker that takes this home over would know."""
+    """Return the recovered state of a worker that takes this home over."""
     reader = Reader(settings, "test", group=ENVIRONMENT_GROUP)
     rules = TrajectoryRules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
     try:
@@ -390,14 +389,14 @@ def recovered(
             homes=PARTITIONS.home,
             rules=rules,
             offsets=committed or reader.committed,
-            on_wait=meanwhile,
+            on_wait=on_wait,
         )
     finally:
         reader.close()
 
 
 @pytest.mark.slow
-def test_workers_with_processes_of_environments_freeze_die_and_join_and_each_trajectory_ends_once(
+def test_each_trajectory_ends_once_over_faults_of_workers_with_runner_processes(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
 ) -> None:
     if broker_kind == EMBEDDED:
@@ -408,7 +407,7 @@ def test_workers_with_processes_of_environments_freeze_die_and_join_and_each_tra
         frozen, killed, _ = [running.enter_context(worker_process(settings, number, config)) for number in range(3)]
         executors.pump_until(lambda: are_shared(settings, 3), what="three members")
         submit_all(executors)
-        executors.pump_until(lambda: executors.asked >= 40, what="40 requests")
+        executors.pump_until(lambda: executors.requested >= 40, what="40 requests")
         freeze(frozen)
         kill(killed)
         running.enter_context(worker_process(settings, 3, config))

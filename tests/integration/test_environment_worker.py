@@ -1,4 +1,4 @@
-"""The environment worker over a real broker: whatever is killed or wrong, every trajectory ends once."""
+"""The environment worker on a real broker: every trajectory ends once under any kill or fault."""
 
 import itertools
 import random
@@ -38,10 +38,10 @@ from tests.support.environment_worker_fixtures import (
     GROUPS,
     PARTITIONS,
     SIZE,
+    dead_letters,
     finish,
     groups,
     homes_of_members,
-    letters,
     once,
     prompt_of,
     submit_all,
@@ -82,16 +82,16 @@ class Moody(Calculator):
 @kafka_first
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_worker_that_is_killed_and_started_again_changes_no_trajectory(
+def test_kill_and_restart_of_a_worker_changes_no_trajectory(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, seed: int
 ) -> None:
-    """Seeds say when the kills come; print them to see one again."""
+    """The seed determines the times of the kills; it is printed to repeat a run."""
     draw = random.Random(seed)
     submit_all(executors)
     for _ in range(3):
-        until = executors.asked + draw.randint(1, 60)
+        until = executors.requested + draw.randint(1, 60)
         with worker_process(executors.settings, 0, {"model_folder": model, "window_groups": 5}) as worker:
-            executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
+            executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
             kill(worker)
     with worker_process(executors.settings, 0, {"model_folder": model, "max_live_environments": 3}):
         finish(executors)
@@ -99,7 +99,7 @@ def test_a_worker_that_is_killed_and_started_again_changes_no_trajectory(
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_homes_and_one_goes_on_with_those_of_the_other(
+def test_two_workers_share_the_homes_and_one_takes_over_from_the_other(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
 ) -> None:
     if broker_kind == EMBEDDED:
@@ -108,32 +108,32 @@ def test_two_workers_share_the_homes_and_one_goes_on_with_those_of_the_other(
     with worker_process(settings, 0, config), worker_process(settings, 1, config) as other:
         executors.pump_until(lambda: sorted(map(len, homes_of_members(settings))) == [2, 2], what="two members")
         submit_all(executors)
-        executors.pump_until(lambda: executors.asked >= 80, what="80 requests")
+        executors.pump_until(lambda: executors.requested >= 80, what="80 requests")
         kill(other)
         finish(executors)
     assert once(executors) == undisturbed
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
+def test_fenced_writer_is_recreated_without_loss(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     submit_all(executors)
     with worker_process(executors.settings, 0, {"model_folder": model}) as worker:
         for requests in (30, 90):
-            executors.pump_until(lambda: executors.asked >= requests, what=f"{requests} requests")  # noqa: B023
-            with suppress(BusError):  # it fences at once, and may be fenced before it has become an owner
+            executors.pump_until(lambda: executors.requested >= requests, what=f"{requests} requests")  # noqa: B023
+            with suppress(BusError):  # the writer fences at once, and may be fenced before it becomes the owner
                 Writer(executors.settings, "intruder", transactional_id="environment.environment-0")
         finish(executors)
         assert worker.poll() is None
     assert once(executors) == undisturbed
 
 
-def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedExecutors) -> None:
+def test_redecided_prompt_of_an_aborted_transaction_is_counted_once(executors: ScriptedExecutors) -> None:
     settings, refused = executors.settings, "rose_environment_prompts_refused_total"
     with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
-        begun = metrics.ENVIRONMENT.get_sample_value(refused)
-        assert begun is not None
+        refused_before = metrics.ENVIRONMENT.get_sample_value(refused)
+        assert refused_before is not None
         for fenced in (True, False):
             outbox = fence(settings, "w0", reader, rules=RULES, clock=time.time)
             outbox.on_recovered({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
@@ -144,15 +144,13 @@ def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedEx
                 Writer(settings, "intruder", transactional_id=f"{ENVIRONMENT_TRANSACTIONAL_PREFIX}w0").close()
                 with pytest.raises(BusError):
                     outbox.commit({0: home}, [])
-                assert metrics.ENVIRONMENT.get_sample_value(refused) == begun
+                assert metrics.ENVIRONMENT.get_sample_value(refused) == refused_before
             else:
                 outbox.commit({0: home}, [])
-        assert metrics.ENVIRONMENT.get_sample_value(refused) == begun + 1
+        assert metrics.ENVIRONMENT.get_sample_value(refused) == refused_before + 1
 
 
-def test_a_record_that_is_written_was_encoded_once(
-    executors: ScriptedExecutors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_written_record_is_encoded_once(executors: ScriptedExecutors, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, encoded = executors.settings, Counter[type[Record]]()
 
     def count_encode(record: Record) -> bytes:
@@ -167,8 +165,8 @@ def test_a_record_that_is_written_was_encoded_once(
         home.on_prompt(Envelope(prompt, PROMPTS, 0, 0, prompt.group_id, 0.0, RawMessage(None, encode(prompt))))
         decision = home.decide(has_room=True, outcomes_from=0)
         assert decision is not None
-        begun = ResetResult(pack_tokens([5, 6]), b"start")
-        decision.awaited, decision.reset_results = 0, dict.fromkeys(range(SIZE), begun)
+        reset_result = ResetResult(pack_tokens([5, 6]), b"start")
+        decision.awaited, decision.reset_results = 0, dict.fromkeys(range(SIZE), reset_result)
         outbox.commit({0: home}, [])
         assert encoded == {Group: 1, EnvSnapshot: SIZE, TurnRequest: SIZE, TrajectoryProgress: SIZE}
         encoded.clear()
@@ -180,13 +178,13 @@ def test_a_record_that_is_written_was_encoded_once(
 
 @kafka_first
 @pytest.mark.slow
-def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
+def test_worker_with_a_taken_name_ends_with_one_sentence(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
 ) -> None:
     submit_all(executors)
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with worker_process(executors.settings, 0, {"model_folder": model}, logs[0]) as first:
-        executors.pump_until(lambda: executors.asked >= 30, what="30 requests")
+        executors.pump_until(lambda: executors.requested >= 30, what="30 requests")
         with worker_process(executors.settings, 0, {"model_folder": model}, logs[1]) as second:
             more = itertools.count(GROUPS)
 
@@ -202,7 +200,7 @@ def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
     assert {name: samples[name] for name in undisturbed} == undisturbed
 
 
-def test_who_takes_over_waits_for_what_another_has_under_way(executors: ScriptedExecutors) -> None:
+def test_new_owner_waits_for_open_transactions_of_the_previous_owner(executors: ScriptedExecutors) -> None:
     place, other = (PROMPTS, 1), Writer(executors.settings, "other", transactional_id="other")
     other.begin()
     other.write(PROMPTS, prompt_of(1), key="g1", partition=1)
@@ -216,20 +214,20 @@ def test_who_takes_over_waits_for_what_another_has_under_way(executors: Scripted
 
 @kafka_first
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_and_started_again_changes_no_trajectory(
+def test_stop_and_restart_of_a_worker_changes_no_trajectory(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     submit_all(executors)
     for until in (20, 60, 120):
         with worker_process(executors.settings, 0, {"model_folder": model, "window_groups": 5}):
-            executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
+            executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
     with worker_process(executors.settings, 0, {"model_folder": model, "max_live_environments": 3}):
         finish(executors)
     assert once(executors) == undisturbed
 
 
 @pytest.mark.slow
-def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
+def test_unopenable_prompts_are_dead_lettered_and_the_worker_continues(
     executors: ScriptedExecutors, model: str
 ) -> None:
     settings = executors.settings
@@ -248,18 +246,22 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
     reasons = ("unknown environment 'chess'", "unknown environment", "max_operands", "before", "temperature", "top_p")
     with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 2 * SIZE)
-        executors.pump_until(lambda: len(letters(settings)) == len(bad), what="dead letters")
-    found = letters(settings)
-    assert [(letter.partition, letter.offset) for letter in found] == [(0, offset) for offset in range(1, 7)]
-    assert [msgspec.msgpack.decode(letter.raw.value or b"", type=Prompt) for letter in found] == bad
-    for letter, reason in zip(found, reasons, strict=True):
-        assert reason in letter.reason
+        executors.pump_until(lambda: len(dead_letters(settings)) == len(bad), what="dead letters")
+    found = dead_letters(settings)
+    assert [(dead_letter.partition, dead_letter.offset) for dead_letter in found] == [
+        (0, offset) for offset in range(1, 7)
+    ]
+    assert [msgspec.msgpack.decode(dead_letter.raw.value or b"", type=Prompt) for dead_letter in found] == bad
+    for dead_letter, reason in zip(found, reasons, strict=True):
+        assert reason in dead_letter.reason
     executors.submit(msgspec.structs.replace(fourth, max_turns=fourth.max_turns + 2), partition=0)
     executors.submit(fifth, partition=0)
     with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 3 * SIZE)
-        executors.pump_until(lambda: len(letters(settings)) == len(bad) + 1, what="another dead letter")
-    assert [letter.offset for letter in letters(settings)] == [1, 2, 3, 4, 5, 6, 8], "a restart knows what was opened"
+        executors.pump_until(lambda: len(dead_letters(settings)) == len(bad) + 1, what="another dead letter")
+    assert [dead_letter.offset for dead_letter in dead_letters(settings)] == [1, 2, 3, 4, 5, 6, 8], (
+        "a restart knows what was opened"
+    )
     opened = {f"{prompt.group_id}:{index}" for prompt in (first, fourth, fifth) for index in range(SIZE)}
     assert set(once(executors)) == opened
     states = {group_id: group.state for group_id, group in groups(settings).items()}
@@ -269,7 +271,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
 
 @any_broker
 @pytest.mark.slow
-def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
+def test_failing_environment_fails_its_trajectories_without_a_reward(
     executors: ScriptedExecutors, model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "moody.py").write_text(MOODY)
@@ -322,7 +324,7 @@ class Ending(Calculator):
 
 @any_broker
 @pytest.mark.slow
-def test_an_environment_that_ends_its_process_or_never_begins_takes_no_other_trajectory_with_it(
+def test_environment_that_exits_or_never_starts_fails_no_other_trajectory(
     executors: ScriptedExecutors, model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
@@ -349,9 +351,7 @@ def test_an_environment_that_ends_its_process_or_never_begins_takes_no_other_tra
 
 @any_broker
 @pytest.mark.slow
-def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
-    broker: AnyBroker, namespace: str, model: str
-) -> None:
+def test_malformed_or_failed_results_fail_their_trajectory(broker: AnyBroker, namespace: str, model: str) -> None:
     def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
         sound = results_of(request, context)[-1]
         if request.group_id == "g1":
@@ -375,10 +375,10 @@ def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["lives", "is killed"])
-def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
+def test_turn_with_missing_context_is_requested_again_with_an_anchor(
     broker: AnyBroker, namespace: str, model: str, killed: bool
 ) -> None:
-    """Each turn behind a chain is refused twice, as by two executors; whoever takes over does what was left undone."""
+    """Each turn with a chain is refused twice, as by two executors. A new owner repeats unfinished work."""
 
     def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
         sound = results_of(request, context)[-1]
@@ -407,10 +407,10 @@ def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
 
 @any_broker
 @pytest.mark.slow
-def test_a_turn_that_a_stop_token_of_its_prompt_ended_is_read_without_it_and_ended_in_the_context(
+def test_prompt_stop_token_is_left_out_of_the_action_and_closed_in_the_context(
     broker: AnyBroker, namespace: str, model: str
 ) -> None:
-    """Also by who takes over."""
+    """A new owner does the same."""
     stop = FIRST_CHARACTER + CHARACTERS.index(".")
 
     def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
@@ -438,11 +438,11 @@ def test_a_turn_that_a_stop_token_of_its_prompt_ended_is_read_without_it_and_end
 
 @kafka_first
 @pytest.mark.slow
-def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecutors, model: str) -> None:
+def test_open_groups_never_exceed_the_window(executors: ScriptedExecutors, model: str) -> None:
     executors.settles = False
     submit_all(executors)
     config = {"model_folder": model, "window_groups": 2}
-    for settled in range(4):  # every restart knows which groups are unsettled
+    for settled in range(4):  # every restart knows the unsettled groups
         with worker_process(executors.settings, 0, config):
             finish(executors, (2 + settled) * SIZE)
             groups = list(dict.fromkeys(request.group_id for request in executors.requests.values()))
@@ -457,7 +457,7 @@ def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecu
     once(executors)
 
 
-def test_a_broker_that_does_not_answer_and_a_broken_model_folder_are_one_sentence(tmp_path: Path, model: str) -> None:
+def test_silent_broker_and_broken_model_folder_are_reported_in_one_sentence(tmp_path: Path, model: str) -> None:
     settings = BusSettings("127.0.0.1:9")
     with pytest.raises(BrokerUnreachable, match=r"127\.0\.0\.1:9"):
         run_environment_worker(settings, EnvironmentConfig(model_folder=Path(model)), "w0", threading.Event())

@@ -1,4 +1,4 @@
-"""`rose evaluate` plays its tasks: figures that repeat, and none where an environment fails amid a task."""
+"""`rose evaluate`: reproducible figures, and no figures if an environment fails within a task."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ CONFIG = EngineConfig(model_folder=SHIPPED, max_model_len=256, max_running=16, s
 
 
 class RaisesLate(Calculator):
-    """In a later step of one task."""
+    """An environment that raises in a later step of one task."""
 
     async def step(self, action: str) -> Step:
         step = await super().step(action)
@@ -40,13 +40,13 @@ def evaluated(environment: str, config: EngineConfig = CONFIG) -> Evaluation:
     )
 
 
-def test_the_same_tasks_are_played_with_the_same_luck() -> None:
+def test_evaluation_with_the_same_seed_is_reproducible() -> None:
     first, second = evaluated("calculator"), evaluated("calculator", replace(CONFIG, max_running=3))
     assert (first.solved, first.turns) == (second.solved, second.turns)
     assert first.solved > 0 and first.tasks == 24 < first.turns
 
 
-def test_an_environment_that_fails_amid_a_task_ends_it_in_one_sentence() -> None:
+def test_environment_failure_within_a_task_ends_the_evaluation_with_one_sentence() -> None:
     with pytest.raises(
         EnvironmentFailed,
         match=r"RaisesLate: ValueError: the sandbox is gone \(.*test_evaluate\.py, line \d+, in step\) \(task of seed",

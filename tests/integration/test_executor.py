@@ -1,4 +1,4 @@
-"""The executor over a real broker with a real engine: turns in, results out, versions swapped under it."""
+"""The executor on a real broker with a real engine: turns in, results out, and weight swaps between."""
 
 import os
 import select
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 FREEZE_SECONDS = 5.0
 AWAY_SECONDS = 15.0
-"""Longer than the client's tries to reach a broker again are apart."""
+"""Longer than the interval at which the client tries to reach a broker again."""
 
 
 def start(fork_server: ForkServer, settings: BusSettings, folder: Path, *, metrics_port: int = 0) -> ForkedProcess:
@@ -73,7 +73,7 @@ def router(settings: BusSettings, executor: ForkedProcess) -> Router:
 
 
 def prove(result: TurnResult, model: Any, context: list[int], version: int) -> None:
-    """The result is what this model sampled under this version: its logprobs are transformers' own."""
+    """Assert that this model sampled the result under this version: its logprobs equal those of transformers."""
     tokens = unpack_tokens(result.tokens)
     assert result.outcome is TurnOutcome.COMPLETED
     assert result.spans == (VersionSpan(0, len(tokens), version),)
@@ -83,7 +83,7 @@ def prove(result: TurnResult, model: Any, context: list[int], version: int) -> N
 
 
 @kafka_first
-def test_an_executor_from_start_to_its_second_version(
+def test_executor_runs_from_start_to_its_second_version(
     router: Router, metrics_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def health() -> str:
@@ -96,8 +96,8 @@ def test_an_executor_from_start_to_its_second_version(
     models = [new_policy(seed, tied=True) for seed in (0, 1, 2)]
     context = [3, 4, 5, 6] * 20
 
-    router.until(lambda: bool(router.beats))
-    assert (router.beats[-1].state, router.beats[-1].policy_version) == (ExecutorState.STARTING, -1)
+    router.until(lambda: bool(router.heartbeats))
+    assert (router.heartbeats[-1].state, router.heartbeats[-1].policy_version) == (ExecutorState.STARTING, -1)
     until(lambda: health() == "unwell: waits for a first policy version")
     print_health(Common(), f"127.0.0.1:{metrics_port}", live=True)
     capsys.readouterr()
@@ -107,7 +107,7 @@ def test_an_executor_from_start_to_its_second_version(
 
     router.publish(models[1], 1)
     router.until(lambda: router.serves(1))
-    assert router.beats[-1].state is ExecutorState.READY
+    assert router.heartbeats[-1].state is ExecutorState.READY
     router.dispatch("first", context)
     prove(router.result("first"), models[1], context, 1)
     router.dispatch("second", context)
@@ -116,14 +116,14 @@ def test_an_executor_from_start_to_its_second_version(
     router.publish(models[2], 2, digest=bytes(16))
     router.publish(models[2], 3)
     router.until(lambda: router.serves(3))
-    assert not any(beat.policy_version == 2 for beat in router.beats)
+    assert not any(beat.policy_version == 2 for beat in router.heartbeats)
     until(lambda: health() == "serves version 3")
     router.dispatch("third", context)
     third = router.result("third")
     prove(third, models[2], context, 3)
     assert third.cached_tokens == 0
 
-    router.dispatch("ghost", context, incarnation=router.beats[-1].incarnation - 1)
+    router.dispatch("ghost", context, incarnation=router.heartbeats[-1].incarnation - 1)
     router.dispatch("too-long", context, max_tokens=60_000)
     router.dispatch("long", [3] * 300)
     assert router.result("too-long").refusal is Refusal.ROOM
@@ -138,10 +138,10 @@ def test_an_executor_from_start_to_its_second_version(
 
 
 @any_broker
-def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Router) -> None:
+def test_turns_beyond_the_offer_are_refused_and_others_answered_once(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
-    offered = router.beats[-1].max_turns
+    offered = router.heartbeats[-1].max_turns
     names = [f"t{number}" for number in range(offered + 40)]
     for number, name in enumerate(names):
         router.dispatch(name, [1 + number % 40] * 20, max_tokens=100)
@@ -153,9 +153,9 @@ def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Ro
 
 
 @any_broker
-def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -> None:
+def test_uncached_context_is_read_back_by_its_offsets(router: Router) -> None:
     model = new_policy(1, tied=True)
-    router.until(lambda: bool(router.beats))
+    router.until(lambda: bool(router.heartbeats))
     router.publish(model, 1)
     router.until(lambda: router.serves(1))
     contexts = [[3, 4, 5] * 5, [3, 4, 5] * 5 + [6, 7], [3, 4, 5] * 5 + [6, 7, 8, 9]]
@@ -168,7 +168,7 @@ def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -
 
     longer = contexts[2] + [10]
     fourth = router.request("moved", longer, turn=3, chain=(first, second, router.log(third)), known=19)
-    router.send(fourth)  # goes on from what is kept
+    router.send(fourth)  # continues from the cached context
     prove(router.result("moved", turn=3), model, longer, 1)
 
     cut = router.request("cut", contexts[0])
@@ -189,12 +189,12 @@ def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -
 
 
 @kafka_first
-def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_not_done(router: Router) -> None:
+def test_held_turns_are_listed_and_stale_or_invalid_dispatches_are_ignored(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
     marks = [each for each in read_whole_topics(router.settings, [DISPATCHED]) if each.record is None]
     assert [(each.key, each.partition) for each in marks] == [("executor-1", SLOT)]
-    assert router.beats[-1].incarnation >> 16 == marks[0].offset
+    assert router.heartbeats[-1].incarnation >> 16 == marks[0].offset
 
     key = router.dispatch("held", [3, 4, 5], max_tokens=200, stop=())
     router.until(lambda: router.lists(key))
@@ -205,29 +205,29 @@ def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_no
     router.dispatch("unanswerable", [3, 4, 5], home=2)
     router.dispatch("after", [3, 4, 5], claim=1000)
     assert router.result("after").outcome is router.result("held").outcome is TurnOutcome.COMPLETED
-    router.until(lambda: not router.beats[-1].holds)
+    router.until(lambda: not router.heartbeats[-1].holds)
     assert not any(result.trajectory_id == "zombie" for result in router.results)
-    letter, other = read_dead_letters(router.settings, DISPATCHED)
-    assert (letter.raw.value, letter.partition) == (b"no dispatch", SLOT)
+    dead_letter, other = read_dead_letters(router.settings, DISPATCHED)
+    assert (dead_letter.raw.value, dead_letter.partition) == (b"no dispatch", SLOT)
     assert "home 2, and there are 2" in other.reason
 
 
 @kafka_first
-def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
+def test_executor_continues_after_a_freeze_and_a_broker_outage(
     own_broker: Broker, broker_kind: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     settings = own_broker.settings()
-    troubles = {"frozen": freeze, "engine-frozen": freeze_engine}
-    if broker_kind != EMBEDDED:  # started again, it takes nothing more from producers that it knew before
-        troubles["cut-off"] = cut_off
+    faults = {"frozen": freeze, "engine-frozen": freeze_engine}
+    if broker_kind != EMBEDDED:  # a restarted embedded broker accepts no records of producers that it knew before
+        faults["cut-off"] = cut_off
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
     executor = start(fork_server, settings, tmp_path)
     try:
         router = Router(settings, executor)
         router.publish(new_policy(0, tied=True), 0)
         router.until(lambda: router.serves(0))
-        incarnation = router.beats[-1].incarnation
-        for name, trouble in troubles.items():
+        incarnation = router.heartbeats[-1].incarnation
+        for name, trouble in faults.items():
             key = router.dispatch(f"{name}-before", [3, 4, 5], max_tokens=200, stop=())
             router.until(lambda: router.lists(key))  # noqa: B023
             began = time.time()
@@ -235,10 +235,10 @@ def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
             assert router.result(key.trajectory_id).outcome is TurnOutcome.COMPLETED
             after = router.dispatch(f"{name}-after", [3, 4, 5])
             assert router.result(after.trajectory_id).outcome is TurnOutcome.COMPLETED
-            told = [beat.sent_at for beat in router.beats if beat.sent_at > began]
+            sent_times = [beat.sent_at for beat in router.heartbeats if beat.sent_at > began]
             if trouble is not cut_off:
-                assert max(later - beat for beat, later in pairwise([began, *told])) > FREEZE_SECONDS - 1
-        assert executor.poll() is None and router.beats[-1].incarnation == incarnation
+                assert max(later - beat for beat, later in pairwise([began, *sent_times])) > FREEZE_SECONDS - 1
+        assert executor.poll() is None and router.heartbeats[-1].incarnation == incarnation
         engine = os.pidfd_open(engine_of(executor))
     finally:
         executor.send_signal(signal.SIGKILL)
@@ -265,9 +265,9 @@ def cut_off(executor: ForkedProcess, broker: Broker) -> None:
 
 
 @any_broker
-def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: ForkedProcess) -> None:
-    router.until(lambda: bool(router.beats))
+def test_executor_with_a_lost_engine_ends(router: Router, executor: ForkedProcess) -> None:
+    router.until(lambda: bool(router.heartbeats))
     os.kill(engine_of(executor), signal.SIGKILL)
     assert executor.wait(WAIT_SECONDS) == 1
     router.executor = None
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)

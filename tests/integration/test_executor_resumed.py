@@ -1,4 +1,4 @@
-"""An executor that stops in the midst of turns hands them back, and another ends them: a router and two engines."""
+"""A stopping executor hands its turns back, and another executor finishes them: a router and two engines."""
 
 import signal
 import time
@@ -47,7 +47,7 @@ def executor(fork_server: ForkServer, settings: BusSettings, folder: Path, slot:
 
 
 class Log:
-    """What the topics hold, as far as it was read, and the environment worker's side of it."""
+    """The records read from the topics so far, and the environment worker's side of the log."""
 
     def __init__(self, settings: BusSettings) -> None:
         self.writer = Writer(settings, "test")
@@ -55,20 +55,20 @@ class Log:
         self.reader.assign({(COMPLETED, 0): 0, (HEARTBEATS, 0): 0, (DISPATCHED, 0): 0, (DISPATCHED, 1): 0})
         self.results: list[TurnResult] = []
         self.dispatches: list[TurnDispatch] = []
-        self.beats: dict[int, SlackHeartbeat] = {}
-        """The newest, by slot."""
+        self.heartbeats: dict[int, SlackHeartbeat] = {}
+        """The newest heartbeat of each slot."""
 
     def of(self, outcome: TurnOutcome) -> dict[str, TurnResult]:
-        """By trajectory; there is one of each."""
+        """Return the results by trajectory; there is one per trajectory."""
         found = [each for each in self.results if each.outcome is outcome]
         assert len({each.trajectory_id for each in found}) == len(found)
         return {each.trajectory_id: each for each in found}
 
     def until(self, met: Callable[[], bool]) -> None:
-        """Read on until it is so."""
+        """Read until the condition holds."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not met():
-            assert time.monotonic() < deadline, (self.beats, len(self.results), len(self.dispatches))
+            assert time.monotonic() < deadline, (self.heartbeats, len(self.results), len(self.dispatches))
             for item in self.reader.read(100, 0.1):
                 match item.record if isinstance(item, Envelope) else None:
                     case TurnResult() as result:
@@ -76,13 +76,13 @@ class Log:
                     case TurnDispatch() as dispatch:
                         self.dispatches.append(dispatch)
                     case SlackHeartbeat() as beat:
-                        self.beats[beat.slot] = beat
+                        self.heartbeats[beat.slot] = beat
 
     def ready(self) -> bool:
-        return [self.beats[slot].state for slot in sorted(self.beats)] == [ExecutorState.READY] * 2
+        return [self.heartbeats[slot].state for slot in sorted(self.heartbeats)] == [ExecutorState.READY] * 2
 
     def ask(self, group: str) -> None:
-        """One turn in each of TURNS groups; what is drawn depends on the number of the group alone."""
+        """Request one turn in each of TURNS groups. The sampled tokens depend only on the group number."""
         for number in range(TURNS):
             request = TurnRequest(
                 trajectory_id=f"{group}{number}:0",
@@ -101,7 +101,7 @@ class Log:
 
 @any_broker
 @pytest.mark.timeout(900)  # vLLM starts twice
-def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped(
+def test_turns_of_a_stopping_executor_end_identically_on_another(
     broker: AnyBroker, namespace: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     settings = broker.settings(namespace)
@@ -120,10 +120,10 @@ def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped
         log.until(log.ready)
         log.ask("whole")
         log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == TURNS)
-        log.until(lambda: not any(beat.holds for beat in log.beats.values()))
+        log.until(lambda: not any(beat.holds for beat in log.heartbeats.values()))
         log.ask("broken")
-        log.until(lambda: any(beat.holds for beat in log.beats.values()))
-        slot = next(slot for slot, beat in log.beats.items() if beat.holds)
+        log.until(lambda: any(beat.holds for beat in log.heartbeats.values()))
+        slot = next(slot for slot, beat in log.heartbeats.items() if beat.holds)
         stopping = (first, second)[slot]
         stopping.send_signal(signal.SIGTERM)
         log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == 2 * TURNS)
@@ -132,17 +132,17 @@ def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped
 
 
 def check(log: Log, stopped: str, other: str) -> None:
-    """What lies on the log: one COMPLETED result for each turn, and nothing sampled twice."""
+    """Check the log: one COMPLETED result per turn, and no token sampled twice."""
     done, parts = log.of(TurnOutcome.COMPLETED), log.of(TurnOutcome.PREEMPTED)
-    begun = [name for name, part in parts.items() if part.tokens]
-    assert begun, "the executor stopped between the turns"
+    resumed_names = [name for name, part in parts.items() if part.tokens]
+    assert resumed_names, "the executor stopped between the turns"
     for number in range(TURNS):
         whole, broken = done[f"whole{number}:0"], done[f"broken{number}:0"]
         assert broken.tokens == whole.tokens and count(whole.tokens) == MOST_TOKENS
         assert np.abs(unpack_logprobs(broken.logprobs) - unpack_logprobs(whole.logprobs)).max() < 1e-4
         assert broken.spans == (VersionSpan(0, MOST_TOKENS, 0),)
     assert not any(each.failures for each in log.dispatches)
-    for name in begun:
+    for name in resumed_names:
         part, end = parts[name], done[name]
         assert (part.worker, end.worker, end.attempt) == (stopped, other, 1)
         assert 0 < count(part.tokens) < MOST_TOKENS
@@ -154,5 +154,6 @@ def check(log: Log, stopped: str, other: str) -> None:
     workers: dict[str, list[str]] = defaultdict(list)
     for each in log.dispatches:
         workers[each.request.trajectory_id].append(each.worker)
-    for name in done.keys() - parts.keys():  # at once, or after it lay unread in the inbox of who left
+    # at once, or after the dispatch was unread in the inbox of the stopped executor
+    for name in done.keys() - parts.keys():
         assert len(workers[name]) == 1 or workers[name] == [stopped, other], name

@@ -1,7 +1,7 @@
-"""Every architecture that transformers and vLLM's build for CPUs share goes all the way, or is refused at the start.
+"""Every architecture that transformers and vLLM's CPU build share is supported completely, or refused at the start.
 
-A run trains it, publishes it, serves each version with the logprobs of transformers, exports it and begins anew from
-what was exported; or trainer or executor say in one sentence why not, before anything is trained.
+A run trains and publishes it, serves each version with the logprobs of transformers, exports it and restarts from the
+export; or trainer or executor refuse it in one sentence before any training.
 """
 
 import json
@@ -19,12 +19,12 @@ from rose.workers.trainer.export import export_policy
 from rose.workers.trainer.policy import load_policy, token_logprobs
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import WHOLE, check_folder
-from tests.support.model_families import CONTEXT, Turn, played, sent, tiny_policy, train
+from tests.support.model_families import CONTEXT, Turn, run_turns, sent, tiny_policy, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-4
-"""Largest difference of two logprobs that counts as the same."""
+"""Largest difference of two logprobs that counts as equal."""
 
 QUICK = ("gemma", "gpt2", "gpt_neox", "llama", "phi", "phi3", "qwen2", "qwen3")
 
@@ -78,7 +78,7 @@ REFUSED = {
     "qwen3_5_text": f"{LOADING} .*failed to be inspected",
     "qwen3_5_moe_text": f"{LOADING} .*failed to be inspected",
 }
-"""On a CPU, and why: some want kernels of a GPU, others settings that only published folders have."""
+"""Architectures unsupported on a CPU, with the reason: some need GPU kernels, others settings of published folders."""
 
 SEVERAL_PARTS = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
@@ -99,14 +99,14 @@ def off(model: Any, turn: Turn) -> float:
 
 
 @pytest.mark.parametrize("kind", of_long(SERVED, QUICK))
-def test_a_family_is_trained_published_served_exported_and_begun_anew(kind: str, tmp_path: Path) -> None:
+def test_family_is_trained_published_served_exported_and_restarted(kind: str, tmp_path: Path) -> None:
     folder, exported = tmp_path / "model", tmp_path / "exported"
     tiny_policy(kind, folder)
     before, after = (load_policy(folder) for _ in range(2))
     first, later = (FolderTensors(model, folder) for model in (before, after))
     first.check_values()
     train(after)
-    old, new = played(folder, sent(folder, [first, later]))
+    old, new = run_turns(folder, sent(folder, [first, later]))
     assert off(before, old) < TOLERANCE
     assert off(after, new) < TOLERANCE
     assert off(before, new) > 100 * TOLERANCE, "the two policies are not alike"
@@ -119,24 +119,24 @@ def test_a_family_is_trained_published_served_exported_and_begun_anew(kind: str,
 
 
 @pytest.mark.parametrize("kind", of_long(REFUSED, ("gpt_neo",)))
-def test_a_family_that_cannot_be_served_is_refused_in_a_sentence_at_the_start(kind: str, tmp_path: Path) -> None:
+def test_unservable_family_is_refused_in_one_sentence_at_the_start(kind: str, tmp_path: Path) -> None:
     tiny_policy(kind, tmp_path)
     with pytest.raises(UsageError, match=REFUSED[kind]) as caught:
         tensors = FolderTensors(load_policy(tmp_path), tmp_path)
         tensors.check_values()
-        played(tmp_path, dict(tensors))
+        run_turns(tmp_path, dict(tensors))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 def refused(folder: Path) -> str:
-    """By an engine, in a sentence."""
+    """Assert that an engine refuses the folder in one sentence."""
     with pytest.raises(UsageError) as caught:
-        played(folder, load_file(folder / WHOLE))
+        run_turns(folder, load_file(folder / WHOLE))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     return str(caught.value)
 
 
-def test_an_engine_is_refused_a_folder_with_a_tensor_that_it_would_pass_over(tmp_path: Path) -> None:
+def test_folder_with_a_tensor_that_the_engine_ignores_is_refused(tmp_path: Path) -> None:
     tiny_policy("qwen2", tmp_path)
     more = {"model.layers.1.self_attn.o_proj.bias": torch.ones(64)}
     save_file(load_file(tmp_path / WHOLE) | more, tmp_path / WHOLE, metadata={"format": "pt"})
@@ -144,7 +144,7 @@ def test_an_engine_is_refused_a_folder_with_a_tensor_that_it_would_pass_over(tmp
 
 
 @pytest.mark.parametrize("lost", ["model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.k_proj.weight"])
-def test_an_engine_is_refused_a_folder_that_lacks_a_tensor_or_a_part_of_one(lost: str, tmp_path: Path) -> None:
+def test_folder_with_a_missing_or_partial_tensor_is_refused(lost: str, tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path)
     held = {name: tensor for name, tensor in load_file(tmp_path / WHOLE).items() if name != lost}
     save_file(held, tmp_path / WHOLE, metadata={"format": "pt"})
@@ -152,24 +152,24 @@ def test_an_engine_is_refused_a_folder_that_lacks_a_tensor_or_a_part_of_one(lost
 
 
 @pytest.mark.parametrize(("kind", "named", "same"), [("qwen2", "Llama", False), ("llama", "Mistral", True)])
-def test_an_engine_makes_of_a_folder_what_its_type_says(kind: str, named: str, same: bool, tmp_path: Path) -> None:
+def test_engine_loads_a_folder_by_its_model_type(kind: str, named: str, same: bool, tmp_path: Path) -> None:
     tiny_policy(kind, tmp_path)
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [f"{named}ForCausalLM"]}))
     if same:
-        turn, _ = played(tmp_path, load_file(tmp_path / WHOLE))
+        turn, _ = run_turns(tmp_path, load_file(tmp_path / WHOLE))
         assert off(load_policy(tmp_path), turn) < TOLERANCE
     else:
         assert "names the class LlamaForCausalLM and the type qwen2" in refused(tmp_path)
 
 
-def test_a_setting_that_vllm_refuses_without_a_word_is_named(tmp_path: Path) -> None:
+def test_setting_refused_by_vllm_without_a_message_is_named(tmp_path: Path) -> None:
     tiny_policy("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True)
     assert "scale_attn_by_inverse_layer_idx" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("kind", SEVERAL_PARTS)
-def test_a_model_of_several_parts_is_refused_by_its_configuration(kind: str, tmp_path: Path) -> None:
+def test_composite_model_is_refused_by_its_configuration(kind: str, tmp_path: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     CONFIG_MAPPING[kind](architectures=["Some"]).save_pretrained(tmp_path)
@@ -178,7 +178,7 @@ def test_a_model_of_several_parts_is_refused_by_its_configuration(kind: str, tmp
             start(tmp_path)
 
 
-def test_every_architecture_that_both_know_is_in_a_table() -> None:
+def test_every_architecture_known_to_both_libraries_is_in_a_table() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models import ModelRegistry
 

@@ -1,4 +1,4 @@
-"""Offsets that an Apache Kafka holds back for a transaction that has ended, as after a crash of its coordinator."""
+"""Offsets that Apache Kafka holds for an ended transaction, as after a crash of its coordinator."""
 
 import socket
 import struct
@@ -33,7 +33,7 @@ def string(text: str) -> bytes:
 
 
 def ask(broker: Broker, key: int, body: bytes) -> bytes:
-    """One request of Kafka's protocol, in its version 0, and what follows the throttle time in its answer."""
+    """Send one request of version 0 of Kafka's protocol; return the answer after the throttle time."""
     host, port = broker.bootstrap.split(":")
     request = struct.pack(">hhi", key, 0, 0) + string("test") + body
     with socket.create_connection((host, int(port)), WAIT_SECONDS) as line, line.makefile("rb") as answer:
@@ -43,13 +43,14 @@ def ask(broker: Broker, key: int, body: bytes) -> bytes:
 
 
 def hang(broker: Broker, settings: BusSettings, name: str) -> None:
-    """Have the group hold an offset of a transaction that its coordinator knows nothing of, so that it never ends."""
+    """Make the group hold an offset of a transaction that its coordinator does not know, so that it never ends."""
     body, answer = string(settings.name(name)) + struct.pack(">i", 10_000), b""
 
     def is_owner() -> bool:
         nonlocal answer
         answer = ask(broker, INIT_PRODUCER_ID, body)
-        return answer[:2] == bytes(2)  # else the last owner's transaction is still being ended, or nobody is there yet
+        # otherwise the transaction of the last owner is still ending, or the coordinator is not available
+        return answer[:2] == bytes(2)
 
     until(is_owner)
     _, producer, epoch = struct.unpack(">hqh", answer)
@@ -60,7 +61,7 @@ def hang(broker: Broker, settings: BusSettings, name: str) -> None:
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
-    """One that does not ask whether a transaction is open before it takes its offsets, as all did before Kafka 3.6."""
+    """A broker that accepts offsets without a check of the open transaction, as all brokers before Kafka 3.6."""
     with start(KAFKA, tmp_path / "broker") as running:
         believes = ConfigEntry(
             "transaction.partition.verification.enable", "false", incremental_operation=AlterConfigOpType.SET
@@ -88,7 +89,7 @@ def owner(settings: BusSettings) -> Writer:
     return Writer(settings, "test", transactional_id="test")
 
 
-def test_they_are_told_once_a_transaction_of_the_same_id_has_ended(
+def test_held_offsets_are_returned_after_a_transaction_of_the_same_id_ends(
     broker: Broker, settings: BusSettings, reader: Reader
 ) -> None:
     hang(broker, settings, "test")
@@ -101,7 +102,9 @@ def test_they_are_told_once_a_transaction_of_the_same_id_has_ended(
 
 
 @pytest.mark.long
-def test_of_one_of_another_id_it_is_told_what_ends_it(broker: Broker, settings: BusSettings, reader: Reader) -> None:
+def test_offsets_held_by_another_id_are_reported_with_the_command_that_ends_it(
+    broker: Broker, settings: BusSettings, reader: Reader
+) -> None:
     hang(broker, settings, "another")
     with closing(owner(settings)) as writer, pytest.raises(BusError, match=r"kafka-transactions\.sh"):
         writer.committed_offsets(reader, [PLACE])

@@ -1,4 +1,5 @@
-"""A consumer that rests reads what any other would: on the embedded broker, for which it is, and on Apache Kafka."""
+"""A consumer that rests reads the same records as any other: on the embedded broker, its purpose, and on Apache
+Kafka."""
 
 import random
 from collections.abc import Iterator
@@ -16,12 +17,12 @@ from tests.support.brokers import AnyBroker
 HOMES = 3
 RECORDS = 150
 LONG_ENOUGH_SECONDS = 10 * MAX_REST_SECONDS
-"""Of silence, after which it rests most of the time."""
+"""A silence after which the consumer rests most of the time."""
 WAIT_SECONDS = 30.0
 
 
 class Log:
-    """A topic that is written and read by turns, and what was read of it."""
+    """A topic that is written and read in turns, and the read records."""
 
     def __init__(self, settings: BusSettings) -> None:
         self._topic = settings.topic(REQUESTED)
@@ -41,7 +42,7 @@ class Log:
         assert self._producer.flush(WAIT_SECONDS) == 0
 
     def listen(self, seconds: float) -> bool:
-        """Whether a record came."""
+        """Whether a record arrived."""
         message: Message | None = self.reader.poll(seconds)
         if message is None:
             return False
@@ -65,7 +66,7 @@ def log(broker: AnyBroker, namespace: str) -> Iterator[Log]:
         yield log
 
 
-def test_nothing_is_lost_or_doubled_between_rests(log: Log) -> None:
+def test_no_record_is_lost_or_doubled_between_rests(log: Log) -> None:
     seed = random.getrandbits(32)
     print(f"seed {seed}")
     moments = random.Random(seed)
@@ -80,7 +81,7 @@ def test_nothing_is_lost_or_doubled_between_rests(log: Log) -> None:
     log.read_to_the_end()
 
 
-def test_it_hears_what_comes_after_it_began_at_the_end(log: Log) -> None:
+def test_consumer_at_the_end_gets_new_records(log: Log) -> None:
     ends = [log.reader.get_watermark_offsets(place)[1] for place in log.places()]
     log.reader.assign(log.places(*ends))
     assert not log.listen(LONG_ENOUGH_SECONDS)
@@ -89,7 +90,7 @@ def test_it_hears_what_comes_after_it_began_at_the_end(log: Log) -> None:
     log.read_to_the_end()
 
 
-def test_what_is_paused_stays_so_over_rests(log: Log) -> None:
+def test_paused_partition_stays_paused_over_rests(log: Log) -> None:
     log.reader.assign(log.places())
     assert not log.listen(LONG_ENOUGH_SECONDS)
     first, *others = log.places()
@@ -106,7 +107,7 @@ def test_what_is_paused_stays_so_over_rests(log: Log) -> None:
     log.read_to_the_end()
 
 
-def test_the_end_of_a_partition_is_told_to_who_asks_for_it(broker: AnyBroker, namespace: str) -> None:
+def test_partition_end_is_reported_if_requested(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     config = {**settings.consumer("resting", "resting"), "enable.partition.eof": True}

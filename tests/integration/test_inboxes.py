@@ -1,4 +1,4 @@
-"""Inboxes that are added to a run: nobody is started again for it, and nothing else of the topics changes."""
+"""Inboxes added to a run: no process restarts, and no other topic changes."""
 
 from dataclasses import replace
 
@@ -24,11 +24,11 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 def claimed(settings: BusSettings) -> set[int]:
-    """The inboxes that a router has claimed."""
+    """Return the inboxes with a fencing token."""
     return {each.partition for each in read_whole_topics(settings, [DISPATCHED]) if each.key == FENCING_KEY}
 
 
-def test_to_create_the_topics_again_adds_inboxes_and_changes_nothing_else(settings: BusSettings) -> None:
+def test_repeated_topic_creation_adds_inboxes_and_changes_nothing_else(settings: BusSettings) -> None:
     before = {state.topic: state.partitions for state in describe_topics(settings)}
     [found] = find_drift(settings, PARTITIONS)
     assert found.creatable and (found.subject, found.actual, found.expected) == ("partitions", "1", "3")
@@ -39,7 +39,7 @@ def test_to_create_the_topics_again_adds_inboxes_and_changes_nothing_else(settin
     assert find_drift(settings, PARTITIONS) == []
 
 
-def test_a_router_that_serves_takes_in_inboxes_that_are_added(settings: BusSettings) -> None:
+def test_running_router_uses_added_inboxes(settings: BusSettings) -> None:
     with router_process(settings):
         until(lambda: claimed(settings) == {0})
         create_topics(settings, PARTITIONS)

@@ -1,4 +1,4 @@
-"""Every role on a broker where nobody may do anything that no ACL allows: each with its own ACLs, and with one less."""
+"""Every role on a broker that denies everything without an ACL: each role with its own ACLs, and with one ACL less."""
 
 import json
 import signal
@@ -90,9 +90,9 @@ TO_TELL = [
     Acl(operation, Resource.TOPIC, f"less.{ROLE_STARTS.name}") for operation in (Operation.READ, Operation.WRITE)
 ]
 LENDER = "lender"
-"""An executor too: what it does on the bus is the same."""
+"""A lender is an executor: its bus access is the same."""
 GROUPS_ASKED = 9
-"""Eight from a file, and the one that was a dead letter."""
+"""Eight groups from a file, and the group that was dead-lettered."""
 CONFIG = f"""
 [topics]
 home_partitions = {PARTITIONS.home}
@@ -133,7 +133,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredNode]:
 
 
 class Run:
-    """The roles of one run, each a process with a user of its own."""
+    """The roles of one run, each a process with its own user."""
 
     def __init__(self, users: Users, folder: Path, fork_server: ForkServer) -> None:
         self.users, self.folder, self._fork_server = users, folder, fork_server
@@ -151,13 +151,13 @@ class Run:
         return self._fork_server.start(command, name=role.name, log=self.folder / f"{role.name}.log")
 
     def lend(self) -> ForkedProcess:
-        """A vLLM server that lends."""
+        """Start a lending vLLM server."""
         model, [port] = ("lend", "--model", str(MODEL), "--name", "executor-1"), free_ports(1)
         command = (*model, *self.common(EXECUTOR), "--", *server_flags(port))
         return self._fork_server.start(command, name=LENDER, log=self.folder / f"{LENDER}.log")
 
     def ask(self, role: Role, *arguments: str) -> str:
-        """What the command prints to a user of this role."""
+        """Return the output of the command for the user of this role."""
         done = rose(self.folder, *arguments, *self.common(role))
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -177,8 +177,8 @@ def prompt(number: int) -> dict[str, object]:
     return {"group_id": f"g{number}", "group_size": 4, "environment": "calculator", "seed": number}
 
 
-def litter(settings: BusSettings, *places: tuple[Topic, int]) -> None:
-    """What is no record."""
+def write_invalid_records(settings: BusSettings, *places: tuple[Topic, int]) -> None:
+    """Write undecodable records."""
     producer = Producer(settings.producer("litter"))
     for topic, partition in places:
         producer.produce(settings.topic(topic), value=b"litter", key=b"litter", partition=partition)
@@ -186,7 +186,8 @@ def litter(settings: BusSettings, *places: tuple[Topic, int]) -> None:
 
 
 def mislead(settings: BusSettings) -> None:
-    """Before anybody has begun: letters of nobody's, a prompt far from home, a turn that nobody takes up in time."""
+    """Before any role starts, write foreign dead letters, a prompt in a wrong home, and a turn that no executor takes
+    in time."""
     producer = Producer(settings.producer("mislead"))
     for topic in DEAD_LETTERED:
         producer.produce(f"{settings.namespace}{topic.dead_letters}", value=b"litter", key=b"litter", partition=0)
@@ -199,15 +200,15 @@ def mislead(settings: BusSettings) -> None:
     writer.flush()
 
 
-def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(run: Run) -> None:
+def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     users = run.users
     everything = users.node.settings(users.namespace)
     run.ask(ADMIN, "topics", "create", "--set", "run.executors=1", "--set", "topics.inbox_slots=1")
-    assert "all topics have their leaders" in run.ask(ADMIN, "topics", "create")  # adds the other
+    assert "all topics have their leaders" in run.ask(ADMIN, "topics", "create")  # adds the other inbox
     assert "no right" not in run.ask(ADMIN, "topics", "check")
     assert PROMPTS.name in run.ask(ADMIN, "topics", "describe")
     mislead(everything)
-    litter(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
+    write_invalid_records(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
     processes: dict[Role | str, ForkedProcess] = {LENDER: run.lend()}
     until(lambda: "Application startup complete" in run.log(LENDER), START_SECONDS)
     file = run.folder / "prompts.jsonl"
@@ -224,7 +225,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     processes[EXECUTOR] = run.start(EXECUTOR, "--name", "executor-0")
     until(lambda: "event=version_activated" in run.log(EXECUTOR))
     until(lambda: "event=lend_granted" in run.log(CONTROL))
-    litter(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
+    write_invalid_records(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
     viewer = users.settings(VIEW)
     until(
         lambda: (
@@ -259,24 +260,24 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
         for topic in DEAD_LETTER_SOURCES
         if topic not in DEAD_LETTERED
     }
-    assert users.unused() == {VIEW.name: never}  # it would read them if anything lay there
+    assert users.unused() == {VIEW.name: never}  # it would read these topics if they had records
 
 
 def has_answered(settings: BusSettings, worker: str) -> bool:
-    """Whether the worker has run a turn to its end."""
+    """Whether the worker has completed a turn."""
     results = [each.record for each in read_whole_topics(settings, [COMPLETED]) if isinstance(each.record, TurnResult)]
     return any(each.worker == worker and each.outcome is TurnOutcome.COMPLETED for each in results)
 
 
 def do_what_is_seldom(users: Users) -> None:
-    """What roles do once in hours or days: read a context back, delete what is old, send every kind of letter back."""
+    """Do the rare work of roles: read a context back, delete old records, resend every kind of dead letter."""
     with closing(Reader(users.settings(EXECUTOR), "test")) as reader:
         reader.assign({(REQUESTED, 0): OFFSET_BEGINNING})
         until(lambda: bool(reader.read(1, 0.1)))
     operator = users.settings(OPERATOR)
     for topic in DEAD_LETTERED:
-        letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
-        resend(operator, letter, letter.raw, partition=letter.partition)
+        dead_letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
+        resend(operator, dead_letter, dead_letter.raw, partition=dead_letter.partition)
     environment, trainer = users.settings(ENVIRONMENT), users.settings(TRAINER)
     sweeper = LogCleaner(replace(environment, retention=NOTHING_KEPT), "environment-0")
     sweeper.sweep(ends(environment, PROMPTS, REQUESTED, COMPLETED))
@@ -298,14 +299,14 @@ def ends(settings: BusSettings, *topics: Topic) -> dict[Place, int]:
 
 @pytest.fixture(scope="module")
 def others(node: SecuredNode, tmp_path_factory: pytest.TempPathFactory) -> Users:
-    """Users of another namespace, whose topics are there."""
+    """Users of another namespace with topics."""
     users = Users(node, "less.", tmp_path_factory.mktemp("less"))
     create_topics(node.settings(users.namespace), PARTITIONS)
     return users
 
 
 def begin(role: Role, settings: BusSettings) -> None:
-    """What a role does first that takes rights to groups and transactional ids, until it raises."""
+    """Do the first operations of a role that need group and transactional-id rights, until they raise."""
     connect_as(settings, role)
     stop = Event()
     timer = Timer(WAIT_SECONDS / 2, stop.set)
@@ -331,14 +332,14 @@ def begin(role: Role, settings: BusSettings) -> None:
         create_topics(replace(settings, namespace=f"{settings.namespace}{PREFIX}"), PARTITIONS)
         for weakness in durability_warnings(settings):
             raise RoseError(weakness)
-    with closing(Reader(settings, "test")) as reader:  # by hand, as every reader of the log
+    with closing(Reader(settings, "test")) as reader:  # opened by hand, like every reader of the log
         reader.assign({(role.reads[0], 0): OFFSET_BEGINNING})
         while not stop.is_set():
             reader.read(1, 0.1)
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
-def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
+def test_role_without_a_right_names_the_right(others: Users, role: Role) -> None:
     settings = others.settings(role)
     connect_as(settings, role)
     for acl in acls(role, others.namespace):
@@ -348,17 +349,17 @@ def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
         with pytest.raises(RoseError) as refused:
             begin(role, settings)
         others.node.allow(others.name(role), [acl])
-        told = str(refused.value)
-        assert "this client has no right to " in told, f"without {acl}: {told}"
-        assert named(acl) in told, f"without {acl}: {told}"
+        message = str(refused.value)
+        assert "this client has no right to " in message, f"without {acl}: {message}"
+        assert named(acl) in message, f"without {acl}: {message}"
     connect_as(settings, role)
 
 
 @pytest.mark.parametrize("role", [ROUTER, VIEW], ids=lambda role: role.name)
-def test_a_role_begins_without_the_right_to_tell_that_it_does(
+def test_role_starts_without_the_right_to_announce_its_start(
     others: Users, role: Role, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after an upgrade from 0.2.0, which has no such topic."""
+    """The topic is missing after an upgrade from 0.2.0."""
     settings = others.settings(role)
     [acl] = [acl for acl in acls(role, others.namespace) if acl in TO_TELL]
     others.node.forbid(others.name(role), acl)
@@ -376,7 +377,7 @@ def test_a_role_begins_without_the_right_to_tell_that_it_does(
 
 
 def named(acl: Acl) -> str:
-    """How a sentence names it: of what is allowed by prefix one that is used; of a group what is asked first of it."""
+    """Return the name of a right in messages: for a prefix right a used topic, for a group right the first query."""
     if acl.resource is Resource.CLUSTER:
         return f"{acl.operation.value} on cluster"
     if acl.resource is Resource.GROUP:
@@ -384,7 +385,7 @@ def named(acl: Acl) -> str:
     return f"{acl.operation.value} on {acl.resource.label} {acl.name}"
 
 
-def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Users, tmp_path: Path) -> None:
+def test_role_on_the_command_line_reports_a_missing_right_in_one_sentence(others: Users, tmp_path: Path) -> None:
     write = next(acl for acl in acls(ROUTER, others.namespace) if str(acl).startswith("Write on topic"))
     flags = others.flags(ROUTER)
     others.node.forbid(others.name(ROUTER), write)
@@ -396,8 +397,8 @@ def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Use
     )
 
 
-def test_a_server_that_lacks_a_right_to_lend_names_it_and_serves_on(node: SecuredNode, tmp_path: Path) -> None:
-    """Each is missing from the start, one after another; then those that it uses all the time are taken from it."""
+def test_server_without_a_lending_right_names_it_and_keeps_serving(node: SecuredNode, tmp_path: Path) -> None:
+    """Each right is first missing at the start, one after another; later the permanent rights are removed."""
     users = Users(node, "lent.", tmp_path)
     everything, user, flags = node.settings(users.namespace), users.name(EXECUTOR), users.flags(EXECUTOR)
     create_topics(everything, PARTITIONS)
@@ -407,7 +408,7 @@ def test_a_server_that_lacks_a_right_to_lend_names_it_and_serves_on(node: Secure
         answer = server.complete(CONTEXT).text
 
         def tells_and_serves(lacking: Acl, before: int = 0) -> None:
-            until(lambda: told(server, lacking) > before)
+            until(lambda: message(server, lacking) > before)
             assert server.complete(CONTEXT).text == answer
 
         for lacking, following in zip(rights, [*rights[1:], None], strict=True):
@@ -424,7 +425,7 @@ def test_a_server_that_lacks_a_right_to_lend_names_it_and_serves_on(node: Secure
             (Operation.WRITE, HEARTBEATS),
         ):
             taken = Acl(operation, Resource.TOPIC, everything.topic(topic))
-            before = told(server, taken)
+            before = message(server, taken)
             node.forbid(user, taken)
             router.dispatch(f"without-{topic.name}", CONTEXT)
             tells_and_serves(taken, before)
@@ -432,21 +433,21 @@ def test_a_server_that_lacks_a_right_to_lend_names_it_and_serves_on(node: Secure
             incarnation = lends(router, f"with-{topic.name}", incarnation)
 
 
-def told(server: Server, lacking: Acl) -> int:
-    """How often its log names the right."""
+def message(server: Server, lacking: Acl) -> int:
+    """Return how often the server log names the right."""
     return server.log.read_text().count(f"this client has no right to {lacking}")
 
 
 def lends(router: Router, turn: str, after: int = 0) -> int:
-    """Prove it; which incarnation of it lends, a later one than `after`."""
-    router.until(lambda: router.serves(0) and router.beats[-1].incarnation > after)
+    """Prove that the server lends; return its incarnation, a later one than `after`."""
+    router.until(lambda: router.serves(0) and router.heartbeats[-1].incarnation > after)
     router.dispatch(turn, CONTEXT)
     prove(router.result(turn))
-    return router.beats[-1].incarnation
+    return router.heartbeats[-1].incarnation
 
 
 @pytest.mark.parametrize(("role", "field"), [(TRAINER, "signing_key"), (EXECUTOR, "trusted_key")])
-def test_versions_that_nobody_signed_are_neither_published_nor_taken(
+def test_unsigned_versions_are_neither_published_nor_accepted(
     others: Users, tmp_path: Path, role: Role, field: str
 ) -> None:
     done = rose(tmp_path, role.name, *others.flags(role))
@@ -454,7 +455,7 @@ def test_versions_that_nobody_signed_are_neither_published_nor_taken(
     assert f"set weights.{field}; `rose keys FILE` makes both keys" in done.stderr.splitlines()[-1]
 
 
-def test_who_is_not_known_is_told_so(others: Users) -> None:
+def test_unknown_user_is_reported(others: Users) -> None:
     settings = others.node.settings()
     for changed in ({"sasl.password": "guessed"}, {"ssl.ca.location": ""}):
         with pytest.raises(AuthenticationFailed, match=r"do not trust each other .* correct sasl\.\* and ssl\.\*"):

@@ -1,4 +1,4 @@
-"""`rose lend`: a real vLLM server that answers over HTTP, and runs turns from the bus while it has nothing to serve."""
+"""`rose lend`: a real vLLM server that answers over HTTP, and runs turns of the bus while it has nothing to serve."""
 
 import os
 import signal
@@ -47,11 +47,11 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 START_SECONDS = 4 * WAIT_SECONDS
-"""What a server may take to come up on a machine that has much else to do."""
+"""Time that a server may take to start on a busy machine."""
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12] * 4
 LONG = 450
-"""Tokens of a turn that takes longer than a grant to come by."""
+"""Tokens of a turn that takes longer than the delivery of a grant."""
 
 HANG_SECONDS = 4.0
 
@@ -67,12 +67,13 @@ def with_topics(settings: BusSettings) -> BusSettings:
 
 
 def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Server:
-    """A server by `rose lend`, with these arguments and flags of vLLM's; `more` of the configuration, __ for a dot.
+    """Start a server by `rose lend`, with these arguments and vLLM flags. `more` are configuration values, with __ for
+    a dot.
 
-    It loads yet.
+    The server is still loading.
     """
     [port], log = free_ports(1), folder / "server.log"
-    wanted = {
+    values = {
         "run.name": DEFAULT_RUN,
         "model.folder": MODEL,
         "executor.slot": SLOT,
@@ -84,9 +85,9 @@ def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         "lender.stop_file": folder / "stop",
         "lender.hang_seconds": HANG_SECONDS,
     } | {name.replace("__", "."): value for name, value in more.items()}
-    said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+    settings_flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "rose.pipeline.cli.main", "lend", "--model", str(MODEL), f"--name=executor-{SLOT}"]
-    command += [*arguments, *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
+    command += [*arguments, *settings_flags, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
     environment = os.environ | SERVING | {HANG: str(folder / "hang"), FAULT: str(folder / "fault")}
     environment[NOTES] = str(folder / "notes")
     with log.open("wb") as output:
@@ -96,7 +97,7 @@ def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
 
 @contextmanager
 def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Iterator[Server]:
-    """The same, once it is up; it is asked to stop at the end."""
+    """Start a server and wait until it is ready; stop it at the end."""
     server = started(folder, *arguments, vllm=vllm, **more)
     process, log = server.process, server.log
     children: list[psutil.Process] = []
@@ -106,7 +107,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         children = psutil.Process(process.pid).children(recursive=True)
         yield server
     finally:
-        if not children:  # one that is not up yet hears nothing
+        if not children:  # a server that is not ready receives nothing
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
             process.kill()
@@ -117,7 +118,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
 
 
 @best_broker
-def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_until_its_guest_hangs(
+def test_server_runs_turns_and_serves_over_a_sidecar_kill_until_its_guest_hangs(
     settings: BusSettings, tmp_path: Path
 ) -> None:
     hanging = ("--scheduler-cls", "tests.support.hanging_guest.Hanging")
@@ -126,7 +127,10 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         answer = server.complete(CONTEXT).text
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
         router.until(lambda: router.serves(0))
-        assert (router.beats[-1].worker_class, router.beats[-1].state) == (WorkerClass.SERVING, ExecutorState.READY)
+        assert (router.heartbeats[-1].worker_class, router.heartbeats[-1].state) == (
+            WorkerClass.SERVING,
+            ExecutorState.READY,
+        )
         router.dispatch("alone", CONTEXT)
         prove(router.result("alone"))
         for number in range(8):
@@ -136,10 +140,10 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
             prove(router.result(f"beside-{number}"))
 
         goes_on_after_a_park(router)
-        incarnation = router.beats[-1].incarnation
+        incarnation = router.heartbeats[-1].incarnation
         child(server, "beside").kill()
         assert server.complete(CONTEXT).text == answer
-        router.until(lambda: router.beats[-1].incarnation > incarnation and router.serves(0))
+        router.until(lambda: router.heartbeats[-1].incarnation > incarnation and router.serves(0))
         assert server.log.read_text().count("guest_built") == 2
         router.dispatch("after", CONTEXT)
         prove(router.result("after"))
@@ -155,11 +159,11 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         assert server.process.wait(WAIT_SECONDS) == CORE_LOST_STATUS
         assert "a_step_that_hangs" in server.log.read_text()
         assert "has had the thread" in (tmp_path / "stop").read_text()
-        router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+        router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
 
 
 @best_broker
-def test_a_rank_that_hangs_is_ended_with_the_engine_core(settings: BusSettings, tmp_path: Path) -> None:
+def test_hung_rank_is_ended_with_the_engine_core(settings: BusSettings, tmp_path: Path) -> None:
     with lending(tmp_path, *flags(settings), vllm=ON_RANKS) as server:
         router = Router(settings, server.process)
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
@@ -179,7 +183,7 @@ def test_a_rank_that_hangs_is_ended_with_the_engine_core(settings: BusSettings, 
 
 
 def goes_on_after_a_park(router: Router) -> None:
-    """Turns of a lender that a grant parks end as if nobody had: on another guest, that knows nothing of them."""
+    """Assert that the turns of a parked lender end as uninterrupted turns on another guest."""
     names = [f"turn-{number}" for number in range(8)]
     for number, name in enumerate(names):
         router.dispatch(f"whole-{name}", CONTEXT, max_tokens=LONG, stop=(), seed=number)
@@ -189,23 +193,23 @@ def goes_on_after_a_park(router: Router) -> None:
         router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed)
         if seed == 3:
             router.dispatch("soon", CONTEXT, max_tokens=5, stop=())
-    router.result("soon")  # those before it have as many tokens, and are far from their end
-    offered = router.beats[-1].token_budget
+    router.result("soon")  # earlier turns have as many tokens and are far from their end
+    offered = router.heartbeats[-1].token_budget
     grant(router, lend=False)
     parts = {name: router.result(name) for name in names}
-    router.until(lambda: router.beats[-1].paused_reason == "a grant parked it: test")
-    begun = {name: part for name, part in parts.items() if part.outcome is TurnOutcome.PREEMPTED}
-    assert any(part.tokens for part in begun.values())
+    router.until(lambda: router.heartbeats[-1].paused_reason == "a grant parked it: test")
+    preempted_parts = {name: part for name, part in parts.items() if part.outcome is TurnOutcome.PREEMPTED}
+    assert any(part.tokens for part in preempted_parts.values())
     grant(router, lend=True)
-    router.until(lambda: router.serves(0) and router.beats[-1].state is ExecutorState.READY)
-    router.until(lambda: router.beats[-1].token_budget >= offered)
+    router.until(lambda: router.serves(0) and router.heartbeats[-1].state is ExecutorState.READY)
+    router.until(lambda: router.heartbeats[-1].token_budget >= offered)
     for seed, name in enumerate(names):
-        if name in begun:
-            part = begun[name].part if begun[name].tokens else None  # as a router sends it
+        if name in preempted_parts:
+            part = preempted_parts[name].part if preempted_parts[name].tokens else None  # as a router sends it
             router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=part)
-    for name in begun:
+    for name in preempted_parts:
         assert router.result(name, 1).tokens == router.result(f"whole-{name}").tokens
-        assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(begun[name].tokens))
+        assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(preempted_parts[name].tokens))
 
 
 def grant(router: Router, *, lend: bool) -> None:
@@ -216,27 +220,27 @@ def grant(router: Router, *, lend: bool) -> None:
 
 
 @best_broker
-def test_a_file_stops_lending_while_the_broker_is_away(own_broker: Broker, tmp_path: Path) -> None:
+def test_stop_file_stops_lending_during_a_broker_outage(own_broker: Broker, tmp_path: Path) -> None:
     settings = with_topics(own_broker.settings())
     (tmp_path / "stop").touch()
     with lending(tmp_path, *flags(settings)) as server:
         router = Router(settings, server.process)
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
-        router.until(lambda: bool(router.beats) and "file" in router.beats[-1].paused_reason)
-        assert not server.said("guest_built"), "what was there before it began counts too"
+        router.until(lambda: bool(router.heartbeats) and "file" in router.heartbeats[-1].paused_reason)
+        assert not server.has_logged("guest_built"), "what was there before it began counts too"
         (tmp_path / "stop").unlink()
         router.until(lambda: router.serves(0))
         router.dispatch("long", CONTEXT, max_tokens=LONG, stop=())
         own_broker.stop()
         (tmp_path / "stop").touch()
         began = time.monotonic()
-        until(lambda: server.said("guest_suspended"))
+        until(lambda: server.has_logged("guest_suspended"))
         print(f"parked {time.monotonic() - began:.2f} s after the file was there", file=sys.__stderr__)
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
         assert server.complete(CONTEXT).text
 
 
-def test_a_server_that_is_observed_lends_nothing_and_tells_what_it_could(tmp_path: Path) -> None:
+def test_observed_server_lends_nothing_and_reports_its_potential(tmp_path: Path) -> None:
     [port] = free_ports(1)
     with lending(tmp_path, "--observe", metrics__executor=port - SLOT) as server:
         until(lambda: metric(port, "rose_lender_observed_seconds_total") > 0)
@@ -249,12 +253,12 @@ def test_a_server_that_is_observed_lends_nothing_and_tells_what_it_could(tmp_pat
         until(lambda: metric(port, "rose_lender_idle_seconds_total") > idle)
         seconds = metric(port, "rose_lender_observed_seconds_total")
         assert metric(port, "rose_lender_idle_seconds_total") < seconds
-        until(lambda: server.said("idle_capacity_observed"))
-        assert not server.said("guest_built")
+        until(lambda: server.has_logged("idle_capacity_observed"))
+        assert not server.has_logged("guest_built")
 
 
 def metric(port: int, name: str, labels: str = "") -> float:
-    """Of the sidecar; 0 while it does not tell."""
+    """Return a metric of the sidecar; 0 while the sidecar does not export it."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
             lines = answer.read().decode().splitlines()
@@ -265,19 +269,19 @@ def metric(port: int, name: str, labels: str = "") -> float:
 
 
 def child(server: Server, name: str) -> psutil.Process:
-    """Of the server's process, or of the watchdog."""
+    """Return a child of the server process, or of the watchdog."""
     there = psutil.Process(server.process.pid).children(recursive=True)
     (found,) = [each for each in there if each.name().startswith(name)]
     return found
 
 
 def is_cut_and_recovers(router: Router, server: Server) -> None:
-    """A burst of serving's wants all KV memory that there is."""
-    offered = router.beats[-1].token_budget
-    assert offered > 0 and not router.beats[-1].frozen
+    """Send a serving burst that needs all KV memory; wait for the cut and the recovery."""
+    offered = router.heartbeats[-1].token_budget
+    assert offered > 0 and not router.heartbeats[-1].frozen
     for number in range(8):
         router.dispatch(f"cut-{number}", CONTEXT, max_tokens=220, stop=())
-    router.until(lambda: router.beats[-1].rollout.running > 4)
+    router.until(lambda: router.heartbeats[-1].rollout.running > 4)
     clients = [threading.Thread(target=server.complete, args=([3 + number] * 400, 64)) for number in range(16)]
     for client in clients:
         client.start()
@@ -286,8 +290,10 @@ def is_cut_and_recovers(router: Router, server: Server) -> None:
     results = [router.result(f"cut-{number}") for number in range(8)]
     assert {result.reason for result in results if result.outcome is TurnOutcome.PREEMPTED} == {"cut"}
     assert any(result.tokens for result in results)
-    router.until(lambda: any(beat.frozen and beat.cuts > 0 and beat.token_budget < offered for beat in router.beats))
-    router.until(lambda: not router.beats[-1].frozen and router.beats[-1].token_budget > offered // 2)
+    router.until(
+        lambda: any(beat.frozen and beat.cuts > 0 and beat.token_budget < offered for beat in router.heartbeats)
+    )
+    router.until(lambda: not router.heartbeats[-1].frozen and router.heartbeats[-1].token_budget > offered // 2)
     router.dispatch("again", CONTEXT)
     prove(router.result("again"))
 

@@ -1,6 +1,5 @@
-"""The processes of a lending server are halted and killed, one after another: serving goes on, and what is written of
-each in docs/guides/lend-a-server.md is so.
-"""
+"""The processes of a lending server are halted and killed one by one: serving continues, as
+docs/guides/lend-a-server.md states."""
 
 import random
 import sys
@@ -39,7 +38,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where servers make the folders that their processes share; its name is short, for sockets lie in it."""
+    """Folder in which servers create their shared folders. Its name is short, because it holds sockets."""
     with tempfile.TemporaryDirectory(prefix="rose-") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -47,18 +46,18 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextmanager
 def halted(process: psutil.Process, seconds: float) -> Iterator[None]:
-    """In the block; it goes on `seconds` after it was halted, or later."""
+    """Halt the process during the block. It continues `seconds` after the halt, or later."""
     began = time.monotonic()
     process.suspend()
     try:
         yield
-        time.sleep(max(0.0, began + seconds - time.monotonic()))  # so long it is halted
+        time.sleep(max(0.0, began + seconds - time.monotonic()))  # total time of the halt
     finally:
         process.resume()
 
 
 @best_broker
-def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
+def test_server_keeps_serving_over_any_fault_of_sidecar_and_watchdog(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)
@@ -74,15 +73,15 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
             assert server.complete(CONTEXT).text == answer
         lends(router, "after a watchdog that was halted for a moment")
         with halted(watchdog, 0.0):
-            router.until(lambda: "watchdog is silent" in router.beats[-1].paused_reason)
+            router.until(lambda: "watchdog is silent" in router.heartbeats[-1].paused_reason)
             assert server.complete(CONTEXT).text == answer
         lends(router, "after a watchdog that was halted for longer")
 
-        incarnation = router.beats[-1].incarnation
+        incarnation = router.heartbeats[-1].incarnation
         with halted(child(server, "beside"), dice.uniform(*HALTED_SECONDS)):
             assert server.complete(CONTEXT).text == answer
         lends(router, "after the sidecar was halted")
-        assert router.beats[-1].incarnation == incarnation
+        assert router.heartbeats[-1].incarnation == incarnation
 
         with halted(server.core, 2 * WATCHDOG_SILENT_SECONDS):  # longer than its guest may hang
             pass
@@ -91,20 +90,20 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
 
         child(server, "beside").kill()
         assert server.complete(CONTEXT).text == answer
-        router.until(lambda: router.beats[-1].incarnation > incarnation)
+        router.until(lambda: router.heartbeats[-1].incarnation > incarnation)
         lends(router, "after the sidecar was killed")
         assert server.log.read_text().count("guest_dropped") == 0
 
         watchdog.kill()
         router.executor = None
-        router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+        router.until(lambda: router.heartbeats[-1].state is ExecutorState.STOPPING)
         assert server.complete(CONTEXT).text == answer
         [left] = folders.glob(f"{FOLDER_PREFIX}*")
     assert server.process.returncode == 0 and left.exists(), "nobody was there to remove it"
 
 
 @best_broker
-def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a_trace(
+def test_server_with_a_killed_engine_core_exits_with_a_status_and_cleans_up(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:
     left = folders / f"{FOLDER_PREFIX}left"
@@ -122,7 +121,7 @@ def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a
         assert not list(folders.glob(f"{FOLDER_PREFIX}*"))
 
 
-def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Path) -> None:
+def test_killed_server_leaves_nothing_behind(folders: Path, tmp_path: Path) -> None:
     with lending(tmp_path, "--observe") as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.core.pid in [child.pid for child in children]
@@ -131,7 +130,7 @@ def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Pat
         assert not list(folders.glob(f"{FOLDER_PREFIX}*"))
 
 
-def test_of_a_server_that_is_killed_as_it_loads_nothing_is_left(folders: Path, tmp_path: Path) -> None:
+def test_server_killed_during_loading_leaves_nothing_behind(folders: Path, tmp_path: Path) -> None:
     server = started(tmp_path, "--observe")
     process = psutil.Process(server.process.pid)
     children: list[psutil.Process] = []
@@ -147,11 +146,11 @@ def test_of_a_server_that_is_killed_as_it_loads_nothing_is_left(folders: Path, t
 
 
 def lends(router: Router, when: str) -> None:
-    """It runs a turn, sooner or later: one that it refuses is sent again, as a router would."""
+    """Assert that the lender runs a turn. A refused turn is sent again, as a router would."""
     name = when.replace(" ", "-")
     for attempt in count():
-        router.beats.clear()
-        router.until(lambda: router.serves(0) and router.beats[-1].state is ExecutorState.READY)
+        router.heartbeats.clear()
+        router.until(lambda: router.serves(0) and router.heartbeats[-1].state is ExecutorState.READY)
         router.dispatch(name, CONTEXT, attempt=attempt)
         result = router.result(name, attempt)
         if result.outcome is TurnOutcome.COMPLETED:

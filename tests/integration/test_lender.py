@@ -1,7 +1,7 @@
-"""A guest in a real vLLM server: what it computes, and what serving sees of it, which is nothing.
+"""A guest in a real vLLM server: its results, and no visible effect on serving.
 
-All tests share one server, in which the model computes in the engine-core process, as it does on a GPU. They run in
-the order in which they stand here.
+All tests share one server, in which the model computes in the engine-core process, as on a GPU. The tests run in file
+order.
 """
 
 import sys
@@ -34,11 +34,11 @@ from rose.workers.executor.ipc.messages import (
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, ScriptedSidecar, Server, lending_server
 from tests.support.waiting import WAIT_SECONDS, until
 
 MEASURED_SECONDS = 3.0
-"""Of an idle guest."""
+"""Time for which an idle guest is measured."""
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -52,37 +52,37 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[Answer]:
-    """Serving's answers before anybody has knocked; the first of each warms up."""
+    """Answers of serving before any sidecar connects; the first of each prompt warms up."""
     for prompt in PROMPTS:
         server.complete(prompt)
     return [server.complete(prompt) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def beside(server: Server, alone: list[Answer]) -> PlayedSidecar:
-    return PlayedSidecar(server.config)
+def sidecar(server: Server, alone: list[Answer]) -> ScriptedSidecar:
+    return ScriptedSidecar(server.config)
 
 
 @pytest.fixture(scope="module")
 def standalone(server: Server) -> Iterator[Engine]:
-    """The same engine as the guest, with no host."""
+    """An engine like the guest's, without a host."""
     engine = build_engine(server.config)
     yield engine
     engine.close()
 
 
-def test_serving_answers_the_same_while_a_guest_is_built_and_runs(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     with traffic(server) as answers:
-        run_guest(beside)
+        run_guest(sidecar)
         built = len(answers)
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
-            beside.forget()
+            sidecar.forget()
             for number, (context, sampling) in enumerate(TURNS):
-                beside.take(f"more {number}", context, replace_tokens(sampling, 100), -1)
-            beside.done(len(TURNS))
+                sidecar.take(f"more {number}", context, replace_tokens(sampling, 100), -1)
+            sidecar.done(len(TURNS))
     assert len(answers) > built > 0
     assert same(answers, alone)
 
@@ -91,8 +91,8 @@ def replace_tokens(sampling: Sampling, tokens: int) -> Sampling:
     return Sampling(max_tokens=tokens, temperature=sampling.temperature, seed=sampling.seed)
 
 
-def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, alone: list[Answer]) -> None:
-    start, *steps = server.noted()
+def test_process_globals_are_unchanged_in_every_serving_step(server: Server, alone: list[Answer]) -> None:
+    start, *steps = server.step_notes()
     states = [note["state"] for note in steps if "state" in note]
     differences = [
         (name, before, after)
@@ -111,113 +111,116 @@ def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, al
     assert names <= {"VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"}, "vLLM names it, after the scheduler is made"
 
 
-def test_the_guest_computes_what_an_engine_of_its_own_does(
-    server: Server, beside: PlayedSidecar, standalone: Engine
+def test_guest_computes_the_same_as_a_dedicated_engine(
+    server: Server, sidecar: ScriptedSidecar, standalone: Engine
 ) -> None:
     with traffic(server):
-        made = run_guest(beside)
+        made = run_guest(sidecar)
     assert made == run_standalone(standalone)
 
 
-def test_a_turn_that_the_engine_cannot_run_is_refused(beside: PlayedSidecar) -> None:
-    beside.forget()
-    beside.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
-    assert "vocabulary" in beside.hear(TurnRejected)[0].reason
+def test_turn_impossible_for_the_engine_is_refused(sidecar: ScriptedSidecar) -> None:
+    sidecar.forget()
+    sidecar.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
+    assert "vocabulary" in sidecar.wait_for_reports(TurnRejected)[0].reason
 
 
-def test_a_version_is_prepared_in_pieces_and_served_from_one_step_on(
-    server: Server, alone: list[Answer], beside: PlayedSidecar, standalone: Engine
+def test_version_is_staged_in_pieces_and_activated_between_two_steps(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, standalone: Engine
 ) -> None:
     torch.manual_seed(5)
     version = {
         name: tensor + 0.05 * torch.randn_like(tensor)
         for name, tensor in load_file(MODEL / "model.safetensors").items()
     }
-    layout = write_tensors(beside.end.channel.weight_buffers[1], version)
-    before = run_guest(beside)
-    beside.forget()
+    layout = write_tensors(sidecar.end.channel.weight_buffers[1], version)
+    before = run_guest(sidecar)
+    sidecar.forget()
     with traffic(server) as answers:
-        beside.order(StageWeights(1, 1, layout))
-        beside.hear(WeightsStaged)
-        assert run_guest(beside) == before, "the old version serves on"
-        beside.forget()
-        beside.order(ActivateWeights(1))
-        assert beside.hear(WeightsActivated)[0].version == 1
-        made = run_guest(beside, version=1)
+        sidecar.send(StageWeights(1, 1, layout))
+        sidecar.wait_for_reports(WeightsStaged)
+        assert run_guest(sidecar) == before, "the old version serves on"
+        sidecar.forget()
+        sidecar.send(ActivateWeights(1))
+        assert sidecar.wait_for_reports(WeightsActivated)[0].version == 1
+        made = run_guest(sidecar, version=1)
     standalone.swap(1, version.items())
     assert made == run_standalone(standalone) != before
     assert same(answers, alone)
 
 
-def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: PlayedSidecar) -> None:
-    assert beside.silent_for() < 1.0
+def test_idle_guest_sends_heartbeats_and_takes_no_time(server: Server, sidecar: ScriptedSidecar) -> None:
+    assert sidecar.silent_for() < 1.0
     core, began = server.core, time.monotonic()
     before = core.cpu_times()
     time.sleep(MEASURED_SECONDS)
     after = core.cpu_times()
     used = (after.user + after.system - before.user - before.system) / (time.monotonic() - began)
     assert used < 0.2
-    beside.forget()
-    assert beside.silent_for() < 1.0
+    sidecar.forget()
+    assert sidecar.silent_for() < 1.0
 
 
-def test_the_process_beside_comes_back_to_the_guest_that_it_left(server: Server, beside: PlayedSidecar) -> None:
+def test_restarted_sidecar_reconnects_to_its_guest(server: Server, sidecar: ScriptedSidecar) -> None:
     for number in range(20):
-        beside.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
-    beside.end.close()
-    other = PlayedSidecar(server.config)
-    beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
-    assert beside.hear(EngineStatus)[0].version == 1
-    until(lambda: beside.hear(EngineStatus)[-1].running == 0 or beside.forget() is not None)  # type: ignore[func-returns-value]
-    first = run_guest(beside, version=1)
-    assert first == run_guest(beside, version=1)
+        sidecar.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
+    sidecar.end.close()
+    other = ScriptedSidecar(server.config)
+    sidecar.end, sidecar.commands, sidecar.reports, sidecar.received = (
+        other.end,
+        other.commands,
+        other.reports,
+        other.received,
+    )
+    assert sidecar.wait_for_reports(EngineStatus)[0].version == 1
+    until(lambda: sidecar.wait_for_reports(EngineStatus)[-1].running == 0 or sidecar.forget() is not None)  # type: ignore[func-returns-value]
+    first = run_guest(sidecar, version=1)
+    assert first == run_guest(sidecar, version=1)
     assert server.log.read_text().count("guest_built") == 1
 
 
-def test_a_guest_that_fails_is_dropped_told_and_built_again(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+def test_failed_guest_is_dropped_reported_and_rebuilt(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     threads = server.core.num_threads()
     with traffic(server) as answers:
         for _ in range(3):
-            beside.forget()
-            beside.orders.write(b"\xc1 is no word")
-            beside.end.channel.wake_engine()
-            assert "DecodeError" in beside.hear(EngineLost)[0].reason
-            beside.forget()
-            run_guest(beside)
+            sidecar.forget()
+            sidecar.commands.write(b"\xc1 is no word")
+            sidecar.end.channel.wake_engine()
+            assert "DecodeError" in sidecar.wait_for_reports(EngineLost)[0].reason
+            sidecar.forget()
+            run_guest(sidecar)
     assert same(answers, alone)
     assert server.core.num_threads() <= threads + 1
     assert server.log.read_text().count("guest_dropped") == 3
 
 
-def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server, beside: PlayedSidecar) -> None:
+def test_ten_wakes_and_parks_leak_no_thread_and_no_memory(server: Server, sidecar: ScriptedSidecar) -> None:
     core = server.core
     for _ in range(2):
-        wake_and_park(beside)
+        wake_and_park(sidecar)
     threads, memory = core.num_threads(), core.memory_info().rss
     for _ in range(10):
-        wake_and_park(beside)
+        wake_and_park(sidecar)
     grown = core.memory_info().rss - memory
     print(f"ten wakes and parks: {grown / 1024:.0f} KiB more", file=sys.__stderr__)
     assert core.num_threads() <= threads
     assert grown < server.config.kv_cache_bytes, "less than one guest's cache"
 
 
-def test_a_turn_that_a_park_interrupts_comes_back_with_what_was_sampled(
-    beside: PlayedSidecar, standalone: Engine
-) -> None:
-    """A guest that was built anew has the version of the folder."""
+def test_turn_interrupted_by_a_park_returns_its_sampled_tokens(sidecar: ScriptedSidecar, standalone: Engine) -> None:
+    """A rebuilt guest has the version of the folder."""
     standalone.swap(2, load_file(MODEL / "model.safetensors").items())
     sampling = Sampling(max_tokens=230, temperature=0.0)
-    beside.order(Resume())
-    beside.awake()
-    beside.forget()
-    beside.take("parked", PROMPTS[0], sampling)
-    until(lambda: any(tick.steps > 5 for tick in beside.hear(EngineStatus)))
-    beside.order(Suspend())
-    given = beside.done(1)["parked"]
-    assert "told" in beside.parked()
+    sidecar.send(Resume())
+    sidecar.awake()
+    sidecar.forget()
+    sidecar.take("parked", PROMPTS[0], sampling)
+    until(lambda: any(tick.steps > 5 for tick in sidecar.wait_for_reports(EngineStatus)))
+    sidecar.send(Suspend())
+    given = sidecar.done(1)["parked"]
+    assert "told" in sidecar.parked()
     sampled = unpack_tokens(given.turn.sampled.tokens)
     assert given.turn.finish_reason == ABORTED and 0 < len(sampled) < 230
     assert run_alone(standalone, PROMPTS[0], sampling)[: len(sampled)] == sampled
@@ -231,42 +234,45 @@ def run_alone(engine: Engine, context: list[int], sampling: Sampling) -> list[in
     return unpack_tokens(finished[0].sampled.tokens)
 
 
-def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+def test_never_idle_server_reports_that_and_returns_aborted_turns(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
-    beside.order(Resume())
-    beside.awake()
+    sidecar.send(Resume())
+    sidecar.awake()
     with ExitStack() as clients:
         answers = [clients.enter_context(traffic(server, 0.0)) for _ in range(4)]
         until(lambda: all(answers))
-        beside.forget()
+        sidecar.forget()
         for number in range(8):
-            beside.take(f"held {number}", PROMPTS[0], Sampling(max_tokens=240))
+            sidecar.take(f"held {number}", PROMPTS[0], Sampling(max_tokens=240))
         began = time.monotonic()
-        beside.order(AbortTurn("held 3"))
-        assert "held 3" in {done.turn.name for done in beside.hear(TurnFinished)}
-        beside.order(Suspend())
-        assert {f"held {number}" for number in range(8)} == set(beside.done(8))
-        assert beside.parked()
+        sidecar.send(AbortTurn("held 3"))
+        assert "held 3" in {done.turn.name for done in sidecar.wait_for_reports(TurnFinished)}
+        sidecar.send(Suspend())
+        assert {f"held {number}" for number in range(8)} == set(sidecar.done(8))
+        assert sidecar.parked()
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
-        print(f"held {max(tick.blocked_seconds for tick in beside.hear(EngineStatus)):.2f} s", file=sys.__stderr__)
+        print(
+            f"held {max(tick.blocked_seconds for tick in sidecar.wait_for_reports(EngineStatus)):.2f} s",
+            file=sys.__stderr__,
+        )
     assert all(same(each, alone) for each in answers)
-    beside.order(Resume())
-    beside.awake()
+    sidecar.send(Resume())
+    sidecar.awake()
 
 
-def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: PlayedSidecar) -> None:
+def test_server_log_has_no_error_of_the_server(server: Server, sidecar: ScriptedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("guest_dropped" in line for line in errors), errors
 
 
-def test_a_guest_with_turns_in_it_holds_up_no_server_that_ends(server: Server, beside: PlayedSidecar) -> None:
-    """The last test. How vLLM ends, with what lines in its log, is chance with and without a guest."""
+def test_guest_with_turns_does_not_delay_a_server_exit(server: Server, sidecar: ScriptedSidecar) -> None:
+    """The last test. vLLM's own exit and its log lines vary with and without a guest."""
     for number in range(8):
-        beside.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))
+        sidecar.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))
     core = server.core
     server.process.terminate()
     server.process.wait(WAIT_SECONDS)
     psutil.wait_procs([core], timeout=WAIT_SECONDS)
     assert not core.is_running()
-    until(lambda: beside.ended)
+    until(lambda: sidecar.ended)

@@ -1,6 +1,6 @@
-"""A server's KV memory under a guest: it is lent, taken back in the pass in which serving wants it, and really moves.
+"""KV memory of a server under a guest: it is lent, taken back in the pass in which serving needs it, and really moves.
 
-All tests share one server and run in the order in which they stand here.
+All tests share one server and run in file order.
 """
 
 import sys
@@ -27,25 +27,24 @@ from rose.workers.executor.ipc.messages import (
 )
 from rose.workers.lender.admission import Promise
 from rose.workers.lender.config import MemoryConfig
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, ScriptedSidecar, Server, lending_server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SERVING_BYTES, GUEST_BYTES = 32 << 20, 24 << 20
 BLOCK_TOKENS, GUEST_BLOCK = 32, 32 << 10
-"""Of the shipped policy in bfloat16."""
+"""Sizes of the shipped policy in bfloat16."""
 
 TURNS, CONTEXT, SAMPLED = 48, 64, 440
-"""Of the guest: together they come to hold almost all of its memory. They sample for much longer than their prefills
-take, one after another: so all of them run at once.
-"""
+"""Turns of the guest, which together fill almost all of its memory. They sample for much longer than their sequential
+prefills take, so that all of them run at once."""
 
 PROMPT = 320
 """Tokens of a request: with its answer it holds twelve blocks."""
 
 ALL_AT_ONCE = Promise(yield_seconds=0.2)
-"""A step may take as long as one of all its turns does, also on a slow machine."""
+"""A step may take as long as a step of all turns, also on a slow machine."""
 
 NEVER = MemoryConfig(quiet_seconds=3600.0)
 """A freeze lasts until the next version."""
@@ -75,10 +74,10 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def beside(server: Server, alone: list[Answer]) -> PlayedSidecar:
-    beside = PlayedSidecar(server.config)
-    beside.awake()
-    return beside
+def sidecar(server: Server, alone: list[Answer]) -> ScriptedSidecar:
+    sidecar = ScriptedSidecar(server.config)
+    sidecar.awake()
+    return sidecar
 
 
 def prompt(number: int, tokens: int = PROMPT) -> list[int]:
@@ -86,7 +85,7 @@ def prompt(number: int, tokens: int = PROMPT) -> list[int]:
 
 
 def burst(server: Server, requests: int, first: int = 100, tokens: int = 64) -> list[Answer]:
-    """So many at once, of prompts that nobody has asked for before."""
+    """Send requests with new prompts all at once."""
     answers: list[Answer] = []
     clients = [
         threading.Thread(target=lambda number=number: answers.append(server.complete(prompt(number), tokens)))
@@ -100,28 +99,28 @@ def burst(server: Server, requests: int, first: int = 100, tokens: int = 64) -> 
     return answers
 
 
-def lent(beside: PlayedSidecar) -> list[LendingStats]:
-    return [tick.lending for tick in beside.hear(EngineStatus) if tick.lending is not None]
+def lent(sidecar: ScriptedSidecar) -> list[LendingStats]:
+    return [tick.lending for tick in sidecar.wait_for_reports(EngineStatus) if tick.lending is not None]
 
 
-def grown(beside: PlayedSidecar) -> int:
-    """The budget, once there is one that a test can use."""
-    beside.awake()
-    until(lambda: bool(told := lent(beside)) and told[-1].budget_bytes > GUEST_BYTES // 2)
-    beside.forget()
-    beside.hear(EngineStatus, 2)
-    return lent(beside)[-1].budget_bytes
+def grown(sidecar: ScriptedSidecar) -> int:
+    """Return the budget once a test can use it."""
+    sidecar.awake()
+    until(lambda: bool(stats := lent(sidecar)) and stats[-1].budget_bytes > GUEST_BYTES // 2)
+    sidecar.forget()
+    sidecar.wait_for_reports(EngineStatus, 2)
+    return lent(sidecar)[-1].budget_bytes
 
 
-def next_version(beside: PlayedSidecar, version: int) -> None:
+def next_version(sidecar: ScriptedSidecar, version: int) -> None:
     torch.manual_seed(version)
     tensors = load_file(MODEL / "model.safetensors")
-    beside.forget()
+    sidecar.forget()
     buffer = version % 2
-    beside.order(StageWeights(version, buffer, write_tensors(beside.end.channel.weight_buffers[buffer], tensors)))
-    beside.hear(WeightsStaged)
-    beside.order(ActivateWeights(version))
-    beside.hear(WeightsActivated)
+    sidecar.send(StageWeights(version, buffer, write_tensors(sidecar.end.channel.weight_buffers[buffer], tensors)))
+    sidecar.wait_for_reports(WeightsStaged)
+    sidecar.send(ActivateWeights(version))
+    sidecar.wait_for_reports(WeightsActivated)
 
 
 @dataclass
@@ -131,41 +130,41 @@ class Turn:
     most: int
 
 
-def fill(beside: PlayedSidecar, version: int, name: str) -> list[Turn]:
-    """Give the guest turns until its memory is taken, and let them run for a while."""
+def fill(sidecar: ScriptedSidecar, version: int, name: str) -> list[Turn]:
+    """Give the guest turns until its memory is full, and let the turns run for a while."""
     turns = [Turn(f"{name} {number}", prompt(1000 + number, CONTEXT), SAMPLED) for number in range(TURNS)]
-    begin(beside, turns, version)
-    until(lambda: beside.hear(EngineStatus)[-1].kv_bytes_free < GUEST_BYTES // 3)
+    begin(sidecar, turns, version)
+    until(lambda: sidecar.wait_for_reports(EngineStatus)[-1].kv_bytes_free < GUEST_BYTES // 3)
     return turns
 
 
-def begin(beside: PlayedSidecar, turns: Sequence[Turn], version: int) -> None:
-    beside.forget()
+def begin(sidecar: ScriptedSidecar, turns: Sequence[Turn], version: int) -> None:
+    sidecar.forget()
     for turn in turns:
         sampling = Sampling(max_tokens=turn.most, temperature=1.0, seed=1)
-        beside.take(turn.name, turn.context, sampling, version)
+        sidecar.take(turn.name, turn.context, sampling, version)
 
 
 def rss(server: Server) -> float:
     return float(server.core.memory_info().rss / 2**20)
 
 
-def test_the_guest_grows_into_what_serving_leaves(server: Server, beside: PlayedSidecar) -> None:
-    budget = grown(beside)
+def test_guest_grows_into_memory_left_by_serving(server: Server, sidecar: ScriptedSidecar) -> None:
+    budget = grown(sidecar)
     assert 0.9 * GUEST_BYTES < budget < GUEST_BYTES
-    tick = beside.hear(EngineStatus)[-1]
-    assert tick.kv_bytes_total == budget == tick.kv_bytes_free and not lent(beside)[-1].frozen
+    tick = sidecar.wait_for_reports(EngineStatus)[-1]
+    assert tick.kv_bytes_total == budget == tick.kv_bytes_free and not lent(sidecar)[-1].frozen
 
 
-def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+def test_cut_turns_return_completely_and_continue_from_their_prefix(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
-    budget = grown(beside)
-    turns = fill(beside, -1, "cut")
+    budget = grown(sidecar)
+    turns = fill(sidecar, -1, "cut")
     burst(server, 9)
     assert [server.complete(prompt(number)).text for number in range(3)] == [answer.text for answer in alone]
-    ended = beside.done(TURNS)
-    cuts = lent(beside)
+    ended = sidecar.done(TURNS)
+    cuts = lent(sidecar)
     assert sum(each.cuts for each in cuts) == 1 and cuts[-1].frozen
     assert cuts[-1].budget_bytes == budget // 2 // GUEST_BLOCK * GUEST_BLOCK
     given_up = {name: done for name, done in ended.items() if done.turn.finish_reason == ABORTED}
@@ -179,8 +178,8 @@ def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
     ]
     for turn in rest:
         turn.most -= len(turn.context) - CONTEXT
-    begin(beside, rest, -1)
-    resumed = beside.done(len(rest))
+    begin(sidecar, rest, -1)
+    resumed = sidecar.done(len(rest))
     reusable = sum((len(turn.context) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for turn in rest)
     found = sum(done.turn.cached_tokens for done in resumed.values())
     assert found >= 0.8 * reusable
@@ -190,58 +189,63 @@ def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
     tell(f"{len(given_up)} of {TURNS} turns were cut; resumed, they found {found} of {reusable} tokens", cuts)
 
 
-def test_a_freeze_ends_with_the_next_version(server: Server, beside: PlayedSidecar) -> None:
-    assert lent(beside)[-1].frozen
-    next_version(beside, 1)
-    until(lambda: not lent(beside)[-1].frozen)
-    assert grown(beside) > GUEST_BYTES // 2
+def test_freeze_ends_with_the_next_version(server: Server, sidecar: ScriptedSidecar) -> None:
+    assert lent(sidecar)[-1].frozen
+    next_version(sidecar, 1)
+    until(lambda: not lent(sidecar)[-1].frozen)
+    assert grown(sidecar) > GUEST_BYTES // 2
 
 
-def test_lent_bytes_go_back_to_the_system_when_nobody_is_there_to_lend_to(
-    server: Server, alone: list[Answer], beside: PlayedSidecar
+def test_lent_memory_returns_to_the_system_without_a_borrower(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
-    fill(beside, 1, "left")
+    fill(sidecar, 1, "left")
     before = rss(server)
-    beside.end.close()
+    sidecar.end.close()
     until(lambda: rss(server) < before - 8)
     tell(f"resident: {before:.0f} MiB with a guest at work, {rss(server):.0f} MiB after", [])
     assert [server.complete(prompt(number)).text for number in range(3)] == [answer.text for answer in alone]
-    other = PlayedSidecar(server.config)
-    beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
-    assert grown(beside) > GUEST_BYTES // 2
+    other = ScriptedSidecar(server.config)
+    sidecar.end, sidecar.commands, sidecar.reports, sidecar.received = (
+        other.end,
+        other.commands,
+        other.reports,
+        other.received,
+    )
+    assert grown(sidecar) > GUEST_BYTES // 2
 
 
-def test_serving_gets_all_of_it_at_once(server: Server, beside: PlayedSidecar) -> None:
-    fill(beside, 1, "all")
+def test_serving_gets_all_lent_memory_at_once(server: Server, sidecar: ScriptedSidecar) -> None:
+    fill(sidecar, 1, "all")
     filled = rss(server)
     answers: list[Answer] = []
     client = threading.Thread(target=lambda: answers.extend(burst(server, 40, 300)))
     client.start()
-    until(lambda: lent(beside)[-1].frozen)
-    at_once = beside.hear(EngineStatus)
+    until(lambda: lent(sidecar)[-1].frozen)
+    at_once = sidecar.wait_for_reports(EngineStatus)
     client.join()
-    ended = beside.done(TURNS)
+    ended = sidecar.done(TURNS)
     assert len(answers) == 40 and all(
         done.reason == "cut" for done in ended.values() if done.turn.finish_reason == ABORTED
     )
-    beside.hear(EngineStatus, len(at_once) + 3)
-    assert lent(beside)[-1].budget_bytes == 0
-    tell(f"resident: {filled:.0f} MiB before the burst, {rss(server):.0f} after it", lent(beside))
+    sidecar.wait_for_reports(EngineStatus, len(at_once) + 3)
+    assert lent(sidecar)[-1].budget_bytes == 0
+    tell(f"resident: {filled:.0f} MiB before the burst, {rss(server):.0f} after it", lent(sidecar))
 
 
-def test_what_could_never_fit_goes_back_at_once(beside: PlayedSidecar) -> None:
-    begin(beside, [Turn("too late", prompt(7, 40), 10)], 1)
-    done = beside.done(1)["too late"]
+def test_turn_that_can_never_fit_returns_at_once(sidecar: ScriptedSidecar) -> None:
+    begin(sidecar, [Turn("too late", prompt(7, 40), 10)], 1)
+    done = sidecar.done(1)["too late"]
     assert (done.turn.finish_reason, done.reason, done.turn.sampled.tokens) == (ABORTED, "cut", b"")
 
 
-def test_the_servers_log_holds_no_error(server: Server, beside: PlayedSidecar) -> None:
+def test_server_log_has_no_error(server: Server, sidecar: ScriptedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert not errors
 
 
 def tell(what: str, figures: Sequence[LendingStats]) -> None:
-    """A direction, not a measurement."""
+    """Print the direction of an effect, not a measurement."""
     looks, cuts = sum(each.looks for each in figures), sum(each.cuts for each in figures)
     cut = sum(each.cut_seconds for each in figures)
     others = sum(each.look_seconds for each in figures) - cut

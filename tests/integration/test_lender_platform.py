@@ -1,7 +1,7 @@
-"""A server on a GPU that is told to lend, or to be observed, keeps each name of torch and vLLM that it had.
+"""A server on a GPU that lends or is observed keeps each name of torch and vLLM.
 
 vLLM's modules for CPUs replace `torch.cuda.Event` and other names when they are imported. So the lender's attach path
-runs here in a fresh process whose platform says that it is CUDA, and every name is compared before and after.
+runs here in a fresh process whose platform claims to be CUDA, and every name is compared before and after.
 """
 
 import json
@@ -111,7 +111,7 @@ print(json.dumps({
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_server_on_cuda_keeps_every_name_it_had(mode: str, tmp_path: Path) -> None:
+def test_cuda_server_keeps_every_module_attribute(mode: str, tmp_path: Path) -> None:
     configuration = tmp_path / "lend.json"
     settings: dict[str, object] = {"model_folder": "/nowhere", "socket": str(tmp_path / "socket"), **MODES[mode]}
     configuration.write_text(json.dumps(settings))
@@ -119,9 +119,9 @@ def test_server_on_cuda_keeps_every_name_it_had(mode: str, tmp_path: Path) -> No
         [sys.executable, "-c", ATTACH, str(configuration)], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["changed"] == told["states"] == told["imported"] == []
-    assert told["served"]
-    [sentence] = told["heard"]
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert report["changed"] == report["states"] == report["imported"] == []
+    assert report["served"]
+    [sentence] = report["heard"]
     expected = "observation_enabled" if mode == "observe" else "beside a device that is not a CPU"
     assert expected in sentence

@@ -1,6 +1,6 @@
-"""A guest in a real tensor-parallel vLLM server: a share of it on each rank, and one loop that drives them.
+"""A guest in a real tensor-parallel vLLM server: a shard on each rank, and one loop that drives them.
 
-All tests share one server of two ranks. They run in the order in which they stand here.
+All tests share one server of two ranks and run in file order.
 """
 
 import json
@@ -31,12 +31,12 @@ from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from rose.workers.weights.layout import VOCABULARY_PADDING, ShardRank, shard_of
 from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer, PlayedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import MODEL, ON_RANKS, RANKS, Answer, ScriptedSidecar, Server, lending_server
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CLOSE = 1e-4
-"""Of two logprobs in float32, whose sums were taken in another order."""
+"""Tolerance of two float32 logprobs with sums in different orders."""
 
 Made = list[tuple[bytes, bytes]]
 """Tokens and logprobs of TURNS."""
@@ -50,20 +50,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[Answer]:
-    """Serving's answers before anybody has knocked; the first of each warms up."""
+    """Answers of serving before any sidecar connects; the first of each prompt warms up."""
     for prompt in PROMPTS:
         server.complete(prompt)
     return [server.complete(prompt) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def beside(server: Server, alone: list[Answer]) -> PlayedSidecar:
-    return PlayedSidecar(server.config)
+def sidecar(server: Server, alone: list[Answer]) -> ScriptedSidecar:
+    return ScriptedSidecar(server.config)
 
 
 @pytest.fixture(scope="module")
 def one_rank(server: Server) -> Iterator[Engine]:
-    """The guest's policy in an engine that is whole."""
+    """The guest's policy in an engine on one rank."""
     engine = build_engine(server.config)
     yield engine
     engine.close()
@@ -79,7 +79,7 @@ def version() -> dict[str, torch.Tensor]:
 
 
 def assert_close(made: Made, expected: Made) -> None:
-    """The same tokens, with logprobs that float32 cannot tell apart."""
+    """Assert equal tokens, and logprobs within the tolerance."""
     assert [tokens for tokens, _ in made] == [tokens for tokens, _ in expected]
     off = max(
         float(np.abs(unpack_logprobs(mine) - unpack_logprobs(theirs)).max())
@@ -95,20 +95,20 @@ def fault(server: Server, kind: str) -> Path:
     return file
 
 
-def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
-    server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine
+def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs_on_its_ranks(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, one_rank: Engine
 ) -> None:
     with traffic(server) as answers:
-        made = run_guest(beside)
+        made = run_guest(sidecar)
         built = len(answers)
-        run_guest(beside)
+        run_guest(sidecar)
     assert len(answers) > built > 0 and same(answers, alone)
     assert_close(made, run_standalone(one_rank))
 
 
-def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: PlayedSidecar, one_rank: Engine) -> None:
-    said = re.findall(r"guest_parameters_loaded rank_parameters=([\d,]+)", server.log.read_text())
-    held = [int(count) for count in said[-1].split(",")]
+def test_each_rank_holds_its_shard_of_the_guest(server: Server, sidecar: ScriptedSidecar, one_rank: Engine) -> None:
+    counts = re.findall(r"guest_parameters_loaded rank_parameters=([\d,]+)", server.log.read_text())
+    held = [int(count) for count in counts[-1].split(",")]
     config = json.loads((MODEL / "config.json").read_text())
     layers = config["num_hidden_layers"]
     for number, count in enumerate(held):
@@ -122,31 +122,31 @@ def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: PlayedSi
         share = sum(box.elements for box in shard_of(rank, one_rank.shapes).values())
         padding = 2 * VOCABULARY_PADDING * config["hidden_size"]
         assert share <= count < share + padding < sum(map(math.prod, one_rank.shapes.values()))
-    tick = beside.hear(EngineStatus)[-1]
+    tick = sidecar.wait_for_reports(EngineStatus)[-1]
     assert tick.kv_bytes_per_token == one_rank.load().kv_bytes_per_token, "of all ranks together"
 
 
-def test_a_version_is_served_by_no_rank_before_all_have_prepared_it(
-    server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
+def test_version_is_activated_on_no_rank_before_all_have_staged_it(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
-    layout = write_tensors(beside.end.channel.weight_buffers[1], version)
+    layout = write_tensors(sidecar.end.channel.weight_buffers[1], version)
     old = run_standalone(one_rank)
     with traffic(server) as answers:
         failing = fault(server, "prepare")
-        beside.forget()
-        beside.order(StageWeights(1, 1, layout))
-        assert "rank 1: SwapRefused" in beside.hear(WeightsRejected)[0].reason
-        assert_close(run_guest(beside), old)
+        sidecar.forget()
+        sidecar.send(StageWeights(1, 1, layout))
+        assert "rank 1: SwapRefused" in sidecar.wait_for_reports(WeightsRejected)[0].reason
+        assert_close(run_guest(sidecar), old)
         failing.unlink()
 
-        beside.forget()
-        beside.order(StageWeights(2, 1, layout))
-        beside.hear(WeightsStaged)
-        assert_close(run_guest(beside), old)
-        beside.forget()
-        beside.order(ActivateWeights(2))
-        assert beside.hear(WeightsActivated)[0].version == 2
-        made = run_guest(beside, version=2)
+        sidecar.forget()
+        sidecar.send(StageWeights(2, 1, layout))
+        sidecar.wait_for_reports(WeightsStaged)
+        assert_close(run_guest(sidecar), old)
+        sidecar.forget()
+        sidecar.send(ActivateWeights(2))
+        assert sidecar.wait_for_reports(WeightsActivated)[0].version == 2
+        made = run_guest(sidecar, version=2)
     one_rank.swap(2, version.items())
     new = run_standalone(one_rank)
     assert_close(made, new)
@@ -154,86 +154,84 @@ def test_a_version_is_served_by_no_rank_before_all_have_prepared_it(
     assert same(answers, alone)
 
 
-def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_rank(
-    beside: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
+def test_turn_over_a_swap_continues_under_the_new_version_on_every_rank(
+    sidecar: ScriptedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
-    layout = write_tensors(beside.end.channel.weight_buffers[0], load_file(MODEL / "model.safetensors"))
-    beside.forget()
+    layout = write_tensors(sidecar.end.channel.weight_buffers[0], load_file(MODEL / "model.safetensors"))
+    sidecar.forget()
     context, sampling = PROMPTS[5], TURNS[1][1]
     long = type(sampling)(max_tokens=200, temperature=0.0)
-    beside.take("overtaken", context, long, 2)
-    beside.order(StageWeights(3, 0, layout))
-    beside.hear(WeightsStaged)
-    beside.order(ActivateWeights(3))
-    done = beside.done(1)["overtaken"]
+    sidecar.take("overtaken", context, long, 2)
+    sidecar.send(StageWeights(3, 0, layout))
+    sidecar.wait_for_reports(WeightsStaged)
+    sidecar.send(ActivateWeights(3))
+    done = sidecar.done(1)["overtaken"]
     assert [span.version for span in done.turn.sampled.spans] == [2, 3] and done.turn.sampled.spans[-1].end == 200
     assert np.isfinite(unpack_logprobs(done.turn.sampled.logprobs)).all()
 
 
-def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
-    server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine
+def test_rank_failure_within_a_step_is_reported_and_the_guest_dropped_on_all(
+    server: Server, alone: list[Answer], sidecar: ScriptedSidecar, one_rank: Engine
 ) -> None:
-    beside.awake()  # the thread that builds a guest is none that is left behind
+    sidecar.awake()  # the thread of the guest build is not a leaked thread
     threads = [worker.num_threads() for worker in server.workers]
     one_rank.swap(4, load_file(MODEL / "model.safetensors").items())
     with traffic(server) as answers:
         for _ in range(2):
-            beside.awake()
-            version = beside.hear(EngineStatus)[-1].version
-            beside.forget()
+            sidecar.awake()
+            version = sidecar.wait_for_reports(EngineStatus)[-1].version
+            sidecar.forget()
             failing = fault(server, "step")
-            beside.take("fails", *TURNS[1], version)
-            reason = beside.hear(EngineLost)[0].reason
+            sidecar.take("fails", *TURNS[1], version)
+            reason = sidecar.wait_for_reports(EngineLost)[0].reason
             assert "rank 1: RuntimeError: RuntimeError: a fault amid a step" in reason
             assert "rank 0: RuntimeError" in reason, "it does not wait for a rank that has left"
             failing.unlink()
-            beside.forget()
-            assert_close(run_guest(beside), run_standalone(one_rank))
+            sidecar.forget()
+            assert_close(run_guest(sidecar), run_standalone(one_rank))
     assert same(answers, alone)
     assert [worker.num_threads() for worker in server.workers] == threads
 
 
 def held_bytes(process: int) -> int:
-    """Memory that is nobody else's. Pages of libraries come and go with what the machine is short of."""
-    said = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-    return 1024 * sum(int(said[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+    """Return the private memory of a process. Library pages vary with the free memory of the machine."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 
 
-def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(
-    server: Server, beside: PlayedSidecar
-) -> None:
+def test_ten_wakes_and_parks_leak_no_thread_and_no_memory_in_a_rank(server: Server, sidecar: ScriptedSidecar) -> None:
     workers = server.workers
     for _ in range(2):
-        wake_and_park(beside)
+        wake_and_park(sidecar)
     threads, memory = [each.num_threads() for each in workers], [held_bytes(each.pid) for each in workers]
     for _ in range(10):
-        wake_and_park(beside)
+        wake_and_park(sidecar)
     grown = max(held_bytes(each.pid) - before for each, before in zip(workers, memory, strict=True))
     print(f"ten wakes and parks: {grown / 1024:.0f} KiB more in a rank", file=sys.__stderr__)
     assert [each.num_threads() for each in workers] == threads
     assert grown < server.config.kv_cache_bytes // RANKS, "less than one guest's cache"
-    beside.order(Resume())
-    beside.awake()
+    sidecar.send(Resume())
+    sidecar.awake()
 
 
-def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside: PlayedSidecar) -> None:
-    """From the first of its steps to the last, with builds, steps, swaps and faults of the guest between them."""
+def test_guest_is_invisible_to_serving_in_its_workers(server: Server, sidecar: ScriptedSidecar) -> None:
+    """The notes cover the first to the last serving step, with builds, steps, swaps and faults of the guest between."""
     for number in range(RANKS):
         lines = Path(f"{server.notes}.{number}").read_text().splitlines()
-        _, first, *notes = map(json.loads, lines)  # in its first step torch names an address in the environment
+        _, first, *notes = map(json.loads, lines)  # in its first step torch sets an address in the environment
         assert first["changed"].keys() <= {"environment"}
         assert any(note["building"] for note in notes), "no step of serving fell into the building of the guest"
         assert [note["changed"] for note in notes if note["changed"]] == []
 
 
-def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: PlayedSidecar) -> None:
-    """Linux waits there for a thread on each CPU: a guest was built for up to two minutes, beside ranks that spin."""
+def test_guest_does_not_rebind_the_memory_of_a_rank(server: Server, sidecar: ScriptedSidecar) -> None:
+    """Linux waits there for a thread on each CPU: a guest build took up to two minutes beside spinning ranks."""
     bound = server.log.read_text().count("NUMA binding")
     if not bound:
         pytest.skip("serving binds no memory on this machine, so a guest that did would not be seen")
     assert bound == RANKS
 
 
-def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: PlayedSidecar) -> None:
+def test_server_log_has_no_error_of_the_server(server: Server, sidecar: ScriptedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("guest_dropped" in line for line in errors), errors

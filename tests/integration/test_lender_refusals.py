@@ -1,4 +1,4 @@
-"""Servers that no guest was tried in, and a vLLM of which a part has moved: refused in a sentence."""
+"""Untested server configurations, and a vLLM with a changed internal, are refused in one sentence."""
 
 import os
 from dataclasses import replace
@@ -21,7 +21,7 @@ def in_the_process_of_an_engine_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current_process(), "name", LONE_CORE_NAME)
 
 
-def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
+def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
     parallel = SimpleNamespace(
         world_size=1,
         tensor_parallel_size=1,
@@ -53,7 +53,7 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     core.vllm_config = config
     core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
     assert guest_error(core) is None
-    for place, name, value, said in [
+    for place, name, value, message in [
         (current_process(), "name", "EngineCore_DP0", "data parallelism"),
         (current_process(), "name", "another of vLLM's names", "data parallelism"),
         (config, "speculative_config", object(), "speculative decoding"),
@@ -68,7 +68,7 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     ]:
         usual = getattr(place, name)
         setattr(place, name, value)
-        assert said in str(guest_error(core))
+        assert message in str(guest_error(core))
         setattr(place, name, usual)
     several: Any = object.__new__(DPEngineCoreProc)
     several.__dict__ |= vars(core)
@@ -76,7 +76,7 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("kind", [EngineCoreProc, DPEngineCoreProc])
-def test_every_engine_core_begins_with_a_look_for_its_server(
+def test_every_engine_core_checks_for_its_server_at_start(
     kind: type[EngineCoreProc], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun: dict[type[EngineCoreProc], list[EngineCoreProc]] = {EngineCoreProc: [], DPEngineCoreProc: []}
@@ -94,15 +94,13 @@ def test_every_engine_core_begins_with_a_look_for_its_server(
     assert [*begun.values()] == [[]]
 
 
-def test_nothing_that_the_lender_touches_has_moved() -> None:
-    """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
+def test_all_vllm_internals_used_by_the_lender_exist() -> None:
+    """This test fails with another vLLM: check the new internals, adapt the lender, then the table."""
     assert compatibility.version_error() is compatibility.internals_error() is None
 
 
 @pytest.mark.parametrize("part", compatibility.REQUIRED_INTERNALS, ids=lambda part: f"{part.module}.{part.name}")
-def test_a_part_of_vllm_that_moved_is_named(
-    part: compatibility.RequiredInternal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_vllm_internal_is_named(part: compatibility.RequiredInternal, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = replace(part, name=part.name + "_gone")
     monkeypatch.setattr(compatibility, "REQUIRED_INTERNALS", (gone,))
     assert part.name in str(compatibility.internals_error())
@@ -111,6 +109,6 @@ def test_a_part_of_vllm_that_moved_is_named(
         assert "has another" in str(compatibility.internals_error())
 
 
-def test_another_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "__version_tuple__", (0, 33, 0))
     assert "0.33" in str(compatibility.version_error())

@@ -1,6 +1,6 @@
-"""Two real engines over one budget of KV memory, without a server: serving never waits, no byte is in two hands.
+"""Two real engines over one KV budget, without a server: serving never waits, and no byte has two owners.
 
-Serving is an engine that is stepped by the test; the guest's turns are preempted as its host would.
+The test steps the serving engine, and preempts guest turns as the host would.
 """
 
 from collections.abc import Iterator
@@ -22,38 +22,38 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 TOTAL = 32 * MIB
-"""Serving's; less one block that vLLM keeps."""
+"""Memory of serving, less one block that vLLM keeps."""
 
 TURNS, CONTEXT, SAMPLED = 48, 256, 200
 
 
 @dataclass
-class Both:
-    """A serving engine and a guest, in one loop."""
+class ServingWithGuest:
+    """A serving engine and a guest in one loop."""
 
     serving: Engine
     guest: Engine
     memory: ServingMemory
     sharing: KvSharing
-    given_up: list[FinishedTurn] = field(default_factory=list)
-    told: int = 0
+    finished_turns: list[FinishedTurn] = field(default_factory=list)
+    changes: int = 0
 
-    def give_up(self, name: str, reason: str) -> None:
+    def preempt(self, name: str, reason: str) -> None:
         assert reason == "cut"
         finished = self.guest.abort(name)
         assert finished is not None
-        self.given_up.append(finished)
+        self.finished_turns.append(finished)
 
     def look(self, *, grow: bool = False) -> None:
-        self.sharing.rebalance(self.give_up, grow=grow)
-        self.told += self.sharing.take_changed()
+        self.sharing.rebalance(self.preempt, grow=grow)
+        self.changes += self.sharing.take_changed()
         pool, guest = self.memory.pool, self.sharing._guest
         lent = guest.available * guest.block_bytes
         assert pool.available * pool.block_bytes + lent <= pool.blocks * pool.block_bytes
         assert guest.used * guest.block_bytes <= self.sharing._shares.budget_bytes
 
     def passes(self, count: int = 1) -> list[FinishedTurn]:
-        """So many passes of serving's loop; the guest steps while serving has nothing to do."""
+        """Run passes of the serving loop; the guest steps while serving is idle."""
         ended = []
         for _ in range(count):
             waited = len(self.serving._scheduler.waiting)
@@ -91,7 +91,7 @@ def prompt(number: int, tokens: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[Both]:
+def pair() -> Iterator[ServingWithGuest]:
     serving = Engine(
         EngineConfig(model_folder=MODEL, max_model_len=512, max_running=64, kv_cache_bytes=TOTAL, step_tokens=32_768)
     )
@@ -107,7 +107,7 @@ def both() -> Iterator[Both]:
     )
     guest = build_engine(config)
     memory = ServingMemory(serving._core)
-    yield Both(serving, guest, memory, KvSharing(memory, guest, guest_pool(guest), config))
+    yield ServingWithGuest(serving, guest, memory, KvSharing(memory, guest, guest_pool(guest), config))
     guest.close()
     serving.close()
 
@@ -116,98 +116,98 @@ def resident() -> float:
     return float(psutil.Process().memory_info().rss / MIB)
 
 
-def test_the_guest_grows_in_pieces_and_serving_gives_its_pages_to_the_system(both: Both) -> None:
+def test_guest_grows_in_pieces_and_serving_returns_its_pages_to_the_system(pair: ServingWithGuest) -> None:
     before = resident()
-    assert both.memory.transferable
+    assert pair.memory.transferable
     budgets = []
     while True:
-        both.passes()
-        if not both.sharing.can_grow:
+        pair.passes()
+        if not pair.sharing.can_grow:
             break
-        budgets.append(both.budget)
-    assert len(budgets) >= 10 and both.budget > 20 * MIB
+        budgets.append(pair.budget)
+    assert len(budgets) >= 10 and pair.budget > 20 * MIB
     assert resident() < before - 20
 
 
-def test_a_cut_preempts_whole_turns_and_they_find_their_prefixes_again(both: Both) -> None:
+def test_cut_preempts_whole_turns_which_hit_their_prefixes_again(pair: ServingWithGuest) -> None:
     turns = [(f"turn {number}", prompt(1000 + number, CONTEXT)) for number in range(TURNS)]
     for name, context in turns:
-        both.guest.add(name, context, Sampling(max_tokens=SAMPLED, temperature=0.0), policy_version=-1)
-    ended = both.passes(120)
-    budget = both.budget
+        pair.guest.add(name, context, Sampling(max_tokens=SAMPLED, temperature=0.0), policy_version=-1)
+    ended = pair.passes(120)
+    budget = pair.budget
     assert not ended
-    both.ask(9, 0)
-    both.serve()
-    assert both.budget == budget // 2 // 32768 * 32768 and both.frozen and both.told == 1
-    assert 0 < len(both.given_up) < TURNS
-    rest = {finished.name: finished for finished in both.given_up}
-    both.given_up.clear()
-    while len(both.guest):
-        both.passes()
+    pair.ask(9, 0)
+    pair.serve()
+    assert pair.budget == budget // 2 // 32768 * 32768 and pair.frozen and pair.changes == 1
+    assert 0 < len(pair.finished_turns) < TURNS
+    rest = {finished.name: finished for finished in pair.finished_turns}
+    pair.finished_turns.clear()
+    while len(pair.guest):
+        pair.passes()
     contexts = {name: context + tokens_of(rest[name]) for name, context in turns if name in rest}
     for name, context in contexts.items():
         left = SAMPLED - len(tokens_of(rest[name]))
-        both.guest.add(name, context, Sampling(max_tokens=left, temperature=0.0), policy_version=-1)
+        pair.guest.add(name, context, Sampling(max_tokens=left, temperature=0.0), policy_version=-1)
     resumed = []
-    while len(both.guest):
-        resumed += both.passes()
-    assert not both.given_up and len(resumed) == len(rest)
+    while len(pair.guest):
+        resumed += pair.passes()
+    assert not pair.finished_turns and len(resumed) == len(rest)
     reusable = sum((len(context) - 1) // 32 * 32 for context in contexts.values())
     assert sum(finished.cached_tokens for finished in resumed) >= 0.8 * reusable
     assert all(len(tokens_of(finished)) + len(tokens_of(rest[finished.name])) <= SAMPLED for finished in resumed)
 
 
-def test_a_freeze_ends_with_a_version(both: Both) -> None:
-    both.passes(3)
-    assert both.frozen
-    both.guest.version = 7
-    both.passes(20)
-    assert not both.frozen and both.budget > 12 * MIB
+def test_freeze_ends_with_a_version(pair: ServingWithGuest) -> None:
+    pair.passes(3)
+    assert pair.frozen
+    pair.guest.version = 7
+    pair.passes(20)
+    assert not pair.frozen and pair.budget > 12 * MIB
 
 
-def test_serving_can_reset_its_cache_and_its_usage_is_its_own(both: Both) -> None:
-    assert both.budget > 0 and both.serving._scheduler.get_kv_cache_usage() == 0.0
-    assert both.serving._core.reset_prefix_cache()
-    both.passes(20)
+def test_serving_can_reset_its_cache_and_reports_only_its_own_usage(pair: ServingWithGuest) -> None:
+    assert pair.budget > 0 and pair.serving._scheduler.get_kv_cache_usage() == 0.0
+    assert pair.serving._core.reset_prefix_cache()
+    pair.passes(20)
 
 
-def test_what_was_lent_comes_back_while_nobody_is_there_to_lend_to(both: Both) -> None:
-    both.sharing.rebalance(None)
-    assert both.memory.pool.available == both.memory.pool.blocks and both.budget == 0
-    while both.sharing.busy:
-        both.sharing.rebalance(None)
-    both.passes(30)
-    assert both.budget > 12 * MIB
+def test_lent_memory_returns_without_a_borrower(pair: ServingWithGuest) -> None:
+    pair.sharing.rebalance(None)
+    assert pair.memory.pool.available == pair.memory.pool.blocks and pair.budget == 0
+    while pair.sharing.busy:
+        pair.sharing.rebalance(None)
+    pair.passes(30)
+    assert pair.budget > 12 * MIB
 
 
-def test_a_burst_is_taken_in_whole_in_the_pass_in_which_it_comes_and_cuts_go_down_to_nothing(both: Both) -> None:
+def test_burst_is_accepted_in_one_scheduler_pass_and_may_cut_the_guest_to_zero(pair: ServingWithGuest) -> None:
     for number in range(TURNS):
         sampling = Sampling(max_tokens=SAMPLED, temperature=0.0)
-        both.guest.add(f"late {number}", prompt(2000 + number, CONTEXT), sampling, policy_version=7)
-    both.passes(60)
-    both.ask(40, 100)
-    both.passes()
-    assert len(both.serving._scheduler.running) == 40 and 0 < both.budget < 6 * MIB and both.given_up
-    both.serve()
-    assert both.budget == 0 and len(both.guest) == 0, "their answers took the rest"
-    both.given_up.clear()
-    both.guest.add("too late", prompt(1, 40), Sampling(max_tokens=4, temperature=0.0), policy_version=7)
-    both.passes()
-    assert [tokens_of(finished) for finished in both.given_up] == [[]]
-    both.sharing.close()
-    assert both.memory.pool.available == both.memory.pool.blocks
+        pair.guest.add(f"late {number}", prompt(2000 + number, CONTEXT), sampling, policy_version=7)
+    pair.passes(60)
+    pair.ask(40, 100)
+    pair.passes()
+    assert len(pair.serving._scheduler.running) == 40 and 0 < pair.budget < 6 * MIB and pair.finished_turns
+    pair.serve()
+    assert pair.budget == 0 and len(pair.guest) == 0, "their answers took the rest"
+    pair.finished_turns.clear()
+    pair.guest.add("too late", prompt(1, 40), Sampling(max_tokens=4, temperature=0.0), policy_version=7)
+    pair.passes()
+    assert [tokens_of(finished) for finished in pair.finished_turns] == [[]]
+    pair.sharing.close()
+    assert pair.memory.pool.available == pair.memory.pool.blocks
 
 
-def test_where_serving_s_cache_lies_elsewhere_the_guest_has_a_pool_of_its_own_and_is_not_cut(both: Both) -> None:
-    both.memory.transferable = False
+def test_guest_has_an_own_uncut_pool_if_the_serving_cache_is_elsewhere(pair: ServingWithGuest) -> None:
+    pair.memory.transferable = False
     config = LendConfig(model_folder=str(MODEL), socket="", max_model_len=512)
-    sharing = KvSharing(both.memory, both.guest, both.sharing._guest, config)
-    both.ask(40, 200)
-    sharing.rebalance(both.give_up)
-    told = sharing.take_stats()
-    assert (told.budget_bytes, told.cuts, told.frozen) == (both.sharing._guest.blocks * 32768, 0, False)
-    assert not sharing.busy and both.memory.pool.available == both.memory.pool.blocks
+    sharing = KvSharing(pair.memory, pair.guest, pair.sharing._guest, config)
+    pair.ask(40, 200)
+    sharing.rebalance(pair.preempt)
+    changes = sharing.take_stats()
+    assert (changes.budget_bytes, changes.cuts, changes.frozen) == (pair.sharing._guest.blocks * 32768, 0, False)
+    assert not sharing.busy and pair.memory.pool.available == pair.memory.pool.blocks
     sharing.rebalance(None)
     while sharing.busy:
         sharing.rebalance(None)
-    assert both.sharing._guest.available == 0
+    assert pair.sharing._guest.available == 0

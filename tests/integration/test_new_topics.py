@@ -1,4 +1,4 @@
-"""Topics that have just come or gone on a real broker: not all of its nodes have heard of it, and nobody is misled."""
+"""New or deleted topics on a real broker, which not all nodes know yet."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -15,11 +15,11 @@ from tests.support.brokers import AnyBroker
 from tests.support.bus_fixtures import PARTITIONS, with_topics
 
 
-def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: AnyBroker, namespace: str) -> None:
+def test_topic_created_during_a_query_is_not_missing(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
 
     class Late(Consumer):  # type: ignore[misc]
-        """Looks the leaders up once it was told that there is no such topic, and that is when it is made."""
+        """A consumer for which the topic is created after its first query reports it as missing."""
 
         def list_topics(self, *named: Any, **timeout: Any) -> Any:
             with_topics(settings)
@@ -29,9 +29,7 @@ def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: 
         assert watermarks_of(consumer, TopicPartition(settings.topic(PROMPTS), 0)) == (0, 0)
 
 
-def test_a_broker_whose_topics_have_another_retention_than_the_settings_drifts(
-    broker: AnyBroker, namespace: str
-) -> None:
+def test_topic_retention_unlike_the_settings_is_drift(broker: AnyBroker, namespace: str) -> None:
     settings = replace(broker.settings(namespace), retention=Retention(outcomes=4 * 3600.0))
     with_topics(settings)
     assert find_drift(settings, PARTITIONS) == []
@@ -42,7 +40,7 @@ def test_a_broker_whose_topics_have_another_retention_than_the_settings_drifts(
     }
 
 
-def test_a_topic_that_was_deleted_is_there_when_it_was_created_anew(broker: AnyBroker, namespace: str) -> None:
+def test_deleted_topic_exists_after_its_creation(broker: AnyBroker, namespace: str) -> None:
     settings = with_topics(broker.settings(namespace))
     admin = connect(settings)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The trainers of docs/examples over a real broker: `docs/guides/custom-trainer.md` states the contract."""
+"""The trainers of docs/examples on a real broker. `docs/guides/custom-trainer.md` states the contract."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer, which TRL asks for."""
+    """A model folder with a tokenizer, which TRL requires."""
     from bench.warm_start import build_tokenizer
 
     folder = make_policy(tmp_path_factory.mktemp("policy"), vocabulary=len(build_tokenizer()))
@@ -49,7 +49,8 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 def assert_settled(settings: BusSettings, *, steps: int) -> None:
-    """Every trajectory once, each version another policy, and one before the first step."""
+    """Assert that every trajectory is settled once, that each version is another policy, and that one precedes the
+    first step."""
     result = result_of(settings)
     assert len(result.outcomes) == len({name for name, _, _ in result.outcomes}) == GROUPS * GROUP_SIZE
     assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
@@ -67,18 +68,19 @@ def moved(model: Any, model_folder: Path) -> float:
     )
 
 
-def test_plain_torch_trains_and_settles(settings: BusSettings, model_folder: Path) -> None:
+def test_plain_torch_trainer_trains_and_settles(settings: BusSettings, model_folder: Path) -> None:
     model = plain_trainer.train(settings, model_folder, run="plain", total_groups=GROUPS, groups_per_step=3)
     assert_settled(settings, steps=4)
     assert moved(model, model_folder) > 0 and all(tensor.isfinite().all() for tensor in model.parameters())
-    plain_trainer.train(settings, model_folder, run="plain", total_groups=GROUPS)  # begins again: all is settled
+    # starts again: all trajectories are settled
+    plain_trainer.train(settings, model_folder, run="plain", total_groups=GROUPS)
     result = result_of(settings)
     assert len(result.outcomes) == GROUPS * GROUP_SIZE
     assert result.digests[5] == result.digests[0]
 
 
 @any_broker
-def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+def test_trl_trainer_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
     from docs.examples import trl_trainer
 
     torch.manual_seed(0)
@@ -96,7 +98,7 @@ def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_p
 
 
 @any_broker
-def test_trl_leaves_groups_of_another_size_or_that_were_drawn_at_another_temperature(
+def test_trl_trainer_leaves_groups_of_another_size_or_temperature(
     broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path
 ) -> None:
     from docs.examples import trl_trainer

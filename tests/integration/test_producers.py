@@ -1,4 +1,4 @@
-"""The snippets of docs/guides/producers.md are taken out of the page and run as they stand."""
+"""The snippets of docs/guides/producers.md, extracted from the page and run unchanged."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from rose.topics.log_reader import read_keyed_messages, topic_starts
 from rose.topics.settings import BusSettings
 from tests.support import brokers as kinds
 from tests.support.brokers import AnyBroker
-from tests.support.environment_worker_fixtures import PARTITIONS, letters
+from tests.support.environment_worker_fixtures import PARTITIONS, dead_letters
 from tests.support.scripted_executors import ScriptedExecutors, worker_process
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "guides" / "producers.md").read_text()
@@ -30,8 +30,8 @@ GROUPS = {"kcat-1", "kcat-2", "java-1", "java-2", "java-3"}
 SECONDS = 120.0
 
 
-def said_by(command: list[str], settings: BusSettings, folder: Path) -> str:
-    """What a snippet prints, once it has ended well."""
+def output_of(command: list[str], settings: BusSettings, folder: Path) -> str:
+    """Return the output of a snippet that exits with status 0."""
     surroundings = {**os.environ, "BOOTSTRAP": settings.bootstrap, "NAMESPACE": settings.namespace}
     done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
@@ -46,15 +46,15 @@ def shell(snippet: str) -> list[str]:
 
 
 def submit(settings: BusSettings, folder: Path) -> None:
-    """Run the snippets that write prompts. Skips the test where kcat, Java or Kafka's client is not there."""
+    """Run the snippets that write prompts. Skip the test if kcat, Java or Kafka's client is missing."""
     kinds.home_of(kinds.KAFKA)
     (folder / "Submit.java").write_text(SUBMIT)
-    said_by(shell(KCAT), settings, folder)
-    assert said_by(shell(JAVA), settings, folder).count("stored at") == 3
+    output_of(shell(KCAT), settings, folder)
+    assert output_of(shell(JAVA), settings, folder).count("stored at") == 3
 
 
 @pytest.mark.long
-def test_prompts_of_kcat_and_of_java_are_prompts_and_lie_at_home(
+def test_prompts_of_kcat_and_java_are_valid_and_in_their_home(
     brokers: Callable[[str], AnyBroker], namespace: str, tmp_path: Path
 ) -> None:
     kinds.home_of(kinds.KAFKA)
@@ -72,7 +72,7 @@ def test_prompts_of_kcat_and_of_java_are_prompts_and_lie_at_home(
 
 
 @pytest.mark.long
-def test_they_are_run_and_a_bad_one_is_told_and_what_became_of_them_can_be_read(
+def test_external_prompts_are_run_refused_and_reported_by_outcome(
     brokers: Callable[[str], AnyBroker], namespace: str, model: str, tmp_path: Path
 ) -> None:
     kinds.home_of(kinds.KAFKA)
@@ -81,12 +81,12 @@ def test_they_are_run_and_a_bad_one_is_told_and_what_became_of_them_can_be_read(
     submit(settings, tmp_path)
     with worker_process(settings, 0, {"model_folder": model}):
         executors.pump_until(lambda: len(executors.samples) == 2 * len(GROUPS), what="samples of all groups")
-        executors.pump_until(lambda: len(letters(settings)) == 1, what="a dead letter")
+        executors.pump_until(lambda: len(dead_letters(settings)) == 1, what="a dead letter")
     executors.pump()
     executors.close()
-    dead = said_by(shell(DEAD_LETTERS), settings, tmp_path)
+    dead = output_of(shell(DEAD_LETTERS), settings, tmp_path)
     assert '"kcat-3"' in dead and "rose-letter-reason=not a prompt/3" in dead and "rose-letter-key=kcat-3" in dead
-    lines = [line.split() for line in said_by([sys.executable, "-c", READ], settings, tmp_path).splitlines()]
+    lines = [line.split() for line in output_of([sys.executable, "-c", READ], settings, tmp_path).splitlines()]
     samples = {line[0]: line[1:] for line in lines if len(line) == 4}
     outcomes = {line[0]: line[1] for line in lines if len(line) == 2}
     assert samples.keys() == outcomes.keys() == {f"{group}:{index}" for group in GROUPS for index in range(2)}

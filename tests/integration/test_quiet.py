@@ -1,6 +1,6 @@
-"""A quiet week: every group's offsets have expired, what time alone deletes is gone, and the run goes on from there.
+"""A quiet week: the offsets of every group have expired, retention has deleted records, and the run continues.
 
-Real roles on a node of Apache Kafka; the week is made by an administrator's hand.
+The roles run on an Apache Kafka node. An administrator's calls simulate the week.
 """
 
 import time
@@ -27,7 +27,7 @@ from tests.support.storm.roles import Roles
 GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 4, 4
 PARTITIONS = Partitions(home=2, slots=1, samples=1, chunks=1)
 TRAINER = Worker(Role.TRAINER, 0)
-"""It is ready once it has made its first step."""
+"""The trainer is ready once it has made its first step."""
 CAST = (TRAINER, *(Worker(role, 0) for role in (Role.ROUTER, Role.EXECUTOR, Role.ENVIRONMENT)))
 WAIT_SECONDS = 120.0
 CONFIG = f"""
@@ -62,7 +62,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def until(roles: Roles, holds: Callable[[], bool]) -> None:
-    """Look after the roles until it holds."""
+    """Supervise the roles until the condition holds."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "; ".join(f"{worker}: {roles.last_words(worker)}" for worker in CAST)
@@ -71,7 +71,7 @@ def until(roles: Roles, holds: Callable[[], bool]) -> None:
 
 
 def run(folder: Path, broker: Broker, settings: BusSettings, until_then: Callable[[Roles], bool]) -> None:
-    """Start every role, and ask all to leave once it holds."""
+    """Start every role, and stop all roles once the condition holds."""
     folder.mkdir()
     arguments = ("--config", str(folder.parent / "quiet.toml"), *flags(settings))
     roles = Roles(folder, arguments, broker, PARTITIONS.slots)
@@ -85,7 +85,7 @@ def run(folder: Path, broker: Broker, settings: BusSettings, until_then: Callabl
 
 
 def submit(settings: BusSettings, prompts: list[Prompt]) -> None:
-    """To their homes, so that none is forwarded."""
+    """Submit prompts to their homes, so that none is forwarded."""
     writer = Writer(settings, "test")
     for prompt in prompts:
         home = home_partition(prompt.group_id, PARTITIONS.home)
@@ -94,7 +94,7 @@ def submit(settings: BusSettings, prompts: list[Prompt]) -> None:
 
 
 def forget(settings: BusSettings) -> None:
-    """What a week without a member, and without a record, does to the broker."""
+    """Apply the effect of a week without members and records to the broker."""
     admin = AdminClient({"bootstrap.servers": settings.bootstrap})
     deadline = time.monotonic() + WAIT_SECONDS
     for group in admin.list_consumer_groups().result().valid:
@@ -102,7 +102,7 @@ def forget(settings: BusSettings) -> None:
             try:
                 admin.delete_consumer_groups([group.group_id])[group.group_id].result()
                 break
-            except KafkaException as error:  # a member that left without a word is still counted
+            except KafkaException as error:  # a member that left without notice still counts
                 assert error.args[0].code() == KafkaError.NON_EMPTY_GROUP and time.monotonic() < deadline
                 time.sleep(0.5)
     for topic in (DISPATCHED, HEARTBEATS):
@@ -113,7 +113,7 @@ def forget(settings: BusSettings) -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> None:
+def test_run_continues_after_a_quiet_week(tmp_path: Path, namespace: str) -> None:
     prompts = [
         Prompt(group_id=f"g{number}", group_size=GROUP_SIZE, environment="calculator", seed=number)
         for number in range(GROUPS)
@@ -129,10 +129,10 @@ def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> Non
         forget(settings)
         run(tmp_path / "after", broker, settings, lambda roles: roles.complete)
         log, audit = read_log(settings), audit_log(settings)
-    asked = {f"g{number}:{index}" for number in range(GROUPS) for index in range(GROUP_SIZE)}
-    assert {trajectory: len(ends) for trajectory, ends in log.outcomes.items()} == dict.fromkeys(asked, 1)
+    requested = {f"g{number}:{index}" for number in range(GROUPS) for index in range(GROUP_SIZE)}
+    assert {trajectory: len(ends) for trajectory, ends in log.outcomes.items()} == dict.fromkeys(requested, 1)
     assert "infra_failed" not in {end for ends in log.outcomes.values() for end in ends}
-    assert log.samples == Counter(asked)
+    assert log.samples == Counter(requested)
     assert set(log.requests.values()) == {1}, "no turn was asked for twice"
-    assert not log.letters
-    assert audit.clean and audit.settled == len(asked)
+    assert not log.dead_letters
+    assert audit.clean and audit.settled == len(requested)

@@ -1,4 +1,4 @@
-"""A guest's ranks over their own group, without a server: what becomes of all of them when one fails."""
+"""Guest ranks in their own group, without a server: the effect of one failing rank on the others."""
 
 import multiprocessing
 import os
@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RANKS = 2
 FAILS = 0
-"""The rank that does."""
+"""The failing rank."""
 
 
-def live(number: int, port: int, told: Connection) -> None:
-    """A rank's process: the guest's group, then a long call amid which one rank fails and the others compute."""
+def live(number: int, port: int, connection: Connection) -> None:
+    """Program of a rank process: the guest's group, then a long call in which one rank fails and the others compute."""
     os.environ.update(SERVING)
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -47,12 +47,12 @@ def live(number: int, port: int, told: Connection) -> None:
 
     assert until_done("join") == ""
     rank._guest = SimpleNamespace()
-    told.send(until_done("run", compute, (), {}))
-    told.recv()  # no end of this process ends the others' wait
+    connection.send(until_done("run", compute, (), {}))
+    connection.recv()  # the exit of this process must not end the wait of the others
 
 
 @pytest.mark.long
-def test_no_rank_waits_in_a_long_call_for_one_that_has_failed() -> None:
+def test_no_rank_waits_in_a_collective_for_a_failed_rank() -> None:
     spawn, [port] = multiprocessing.get_context("spawn"), free_ports(1)
     pipes = [spawn.Pipe() for _ in range(RANKS)]
     ranks = [spawn.Process(target=live, args=(number, port, its)) for number, (_, its) in enumerate(pipes)]

@@ -1,4 +1,4 @@
-"""A role that begins anew again and again is told of, whichever it is and whatever keeps it from its work."""
+"""A role that restarts repeatedly is reported, whichever role it is and whatever stops its work."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,23 +29,23 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.slow
 
 
-def begun(settings: BusSettings) -> list[RoleBegun]:
+def role_starts(settings: BusSettings) -> list[RoleBegun]:
     return [each.record for each in read_whole_topics(settings, [ROLE_STARTS]) if isinstance(each.record, RoleBegun)]
 
 
-def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_is_on_the_log_once(broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tells, "ANNOUNCEMENT_PAUSE_SECONDS", 0.01)
     settings, health = broker.settings(namespace), Health()
     create_topics(settings, PARTITIONS)
     with announce_starts(settings, "router-0", health):
-        until(lambda: [(each.role, each.times, each.reason) for each in begun(settings)] == [("router-0", 1, "")])
+        until(lambda: [(each.role, each.times, each.reason) for each in role_starts(settings)] == [("router-0", 1, "")])
         for _ in range(5):
             health.report_restart("the topic refuses it")
-        until(lambda: sum(each.times for each in begun(settings)) == 6)
-    assert {(each.role, each.reason) for each in begun(settings)[1:]} == {("router-0", "the topic refuses it")}
+        until(lambda: sum(each.times for each in role_starts(settings)) == 6)
+    assert {(each.role, each.reason) for each in role_starts(settings)[1:]} == {("router-0", "the topic refuses it")}
 
 
-def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_has_the_same(
+def test_concurrent_namesakes_have_own_partitions_and_a_restart_keeps_its_partition(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tells, "ANNOUNCEMENT_PAUSE_SECONDS", 0.01)
@@ -53,8 +53,8 @@ def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_h
     create_topics(settings, PARTITIONS)
 
     def places(count: int) -> list[str]:
-        until(lambda: len(begun(settings)) == count)
-        return [each.place for each in begun(settings)]
+        until(lambda: len(role_starts(settings)) == count)
+        return [each.place for each in role_starts(settings)]
 
     with announce_starts(settings, "router-0", Health()):
         places(1)
@@ -68,7 +68,7 @@ def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_h
     assert other == first, "another name is counted apart"
 
 
-def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
+def test_missing_topic_of_starts_prevents_no_start_and_no_stop(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tells, "ANNOUNCEMENT_STOP_SECONDS", 0.01)
@@ -76,14 +76,14 @@ def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
     with announce_starts(settings, "router-0", health):
         health.report_restart("there are no topics")
     with pytest.raises(TopicMissing):
-        begun(settings)
+        role_starts(settings)
 
 
-def test_a_log_without_the_topic_is_looked_at_like_any_other(broker: AnyBroker, namespace: str) -> None:
-    """As 0.2.0 made it: neither the topic is there nor its dead letters."""
+def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, namespace: str) -> None:
+    """The log is that of 0.2.0: without the topic and its dead letters."""
     settings = broker.settings(namespace)
     create_topics(settings, PARTITIONS)
-    admin = connect(settings)  # to be held while it is asked
+    admin = connect(settings)  # keeps a reference during the query
     for gone in admin.delete_topics(
         [settings.topic(ROLE_STARTS), f"{settings.namespace}{ROLE_STARTS.dead_letters}"]
     ).values():
@@ -103,18 +103,18 @@ def test_a_log_without_the_topic_is_looked_at_like_any_other(broker: AnyBroker, 
 
 @pytest.fixture
 def refusing(broker: AnyBroker, namespace: str) -> Iterator[BusSettings]:
-    """A broker that takes no dispatch."""
+    """A broker that accepts no dispatch."""
     settings = broker.settings(namespace)
     config = {**expected_settings(DISPATCHED, Retention()), "max.message.bytes": "200"}
     topic = NewTopic(settings.topic(DISPATCHED), num_partitions=PARTITIONS.slots, replication_factor=1, config=config)
-    admin = connect(settings)  # to be held while it is asked
+    admin = connect(settings)  # keeps a reference during the query
     for made in admin.create_topics([topic]).values():
         made.result()
     create_topics(settings, PARTITIONS)
     yield settings
 
 
-def test_a_role_that_cannot_do_its_work_is_unwell_for_whoever_looks(refusing: BusSettings) -> None:
+def test_role_that_cannot_work_is_unhealthy_in_status(refusing: BusSettings) -> None:
     bus = RouterHarness(refusing)
     bus.beat(1)
     bus.ask("g:0")
@@ -130,4 +130,4 @@ def test_a_role_that_cannot_do_its_work_is_unwell_for_whoever_looks(refusing: Bu
         until(lambda: bool(accused()))
         [sentence] = accused()
     assert sentence.startswith("router-0 begins anew again and again, ")
-    assert sum(each.times for each in begun(refusing)) >= RESTART_LIMIT
+    assert sum(each.times for each in role_starts(refusing)) >= RESTART_LIMIT

@@ -1,4 +1,4 @@
-"""The router on a real broker: what is asked for comes out of an inbox, through restarts, silences and bad records."""
+"""The router on a real broker: requests reach inboxes through restarts, silences and invalid records."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -37,7 +37,7 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[RouterHarness]:
 
 
 def committed(settings: BusSettings, home: int) -> int:
-    """The low water of the home's requests."""
+    """Return the low water of the requests of the home."""
     reader = Reader(settings, "test-committed", group=ROUTER_GROUP)
     found = reader.committed([(REQUESTED, home)])[REQUESTED, home]
     reader.close()
@@ -50,7 +50,7 @@ def spoil(settings: BusSettings, topic: Topic, partition: int, value: bytes) -> 
     producer.flush()
 
 
-def test_turns_go_to_inboxes_and_their_results_free_the_room(bus: RouterHarness) -> None:
+def test_turns_go_to_inboxes_and_their_results_free_capacity(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.beat(0, max_turns=1)
         bus.ask("g0:0")
@@ -67,7 +67,7 @@ def test_turns_go_to_inboxes_and_their_results_free_the_room(bus: RouterHarness)
         bus.until_dispatched(3)
 
 
-def test_a_restarted_router_knows_what_is_outstanding_and_what_waits(bus: RouterHarness) -> None:
+def test_restarted_router_knows_outstanding_and_waiting_turns(bus: RouterHarness) -> None:
     with router_process(bus.settings) as before:
         bus.beat(0, max_turns=1)
         for index in range(3):
@@ -84,7 +84,7 @@ def test_a_restarted_router_knows_what_is_outstanding_and_what_waits(bus: Router
     assert not bus.zombies
 
 
-def test_the_low_water_stays_at_the_oldest_unfinished_turn(bus: RouterHarness) -> None:
+def test_low_water_stays_at_the_oldest_unfinished_turn(bus: RouterHarness) -> None:
     with router_process(bus.settings) as before:
         bus.beat(0, max_turns=5)
         for index in range(5):
@@ -102,7 +102,7 @@ def test_the_low_water_stays_at_the_oldest_unfinished_turn(bus: RouterHarness) -
         bus.until(lambda: committed(bus.settings, 1) == 5)
 
 
-def test_what_was_generated_of_a_preempted_turn_outlives_the_router(bus: RouterHarness) -> None:
+def test_partial_turn_survives_a_router_restart(bus: RouterHarness) -> None:
     with router_process(bus.settings) as before:
         bus.beat(0)
         bus.ask("g0:0")
@@ -124,7 +124,7 @@ def test_what_was_generated_of_a_preempted_turn_outlives_the_router(bus: RouterH
     assert (again.attempt, again.failures) == (1, 0)
 
 
-def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: RouterHarness) -> None:
+def test_turns_of_a_silent_executor_are_reissued_to_another(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.beat(0)
         bus.ask("g0:0")
@@ -137,7 +137,7 @@ def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: Route
     assert (first.attempt, second.attempt) == (0, 1)
 
 
-def test_a_silence_of_the_whole_fleet_fails_no_turn_and_burns_no_attempt(bus: RouterHarness) -> None:
+def test_silence_of_the_whole_fleet_fails_no_turn_and_uses_no_attempt(bus: RouterHarness) -> None:
     with router_process(bus.settings, max_attempts=1):
         bus.beat(0, max_turns=4)
         for index in range(12):
@@ -154,7 +154,7 @@ def test_a_silence_of_the_whole_fleet_fails_no_turn_and_burns_no_attempt(bus: Ro
     assert all(each.outcome is TurnOutcome.COMPLETED for each in bus.results())
 
 
-def test_a_turn_that_nobody_takes_up_gets_a_failed_result_at_its_home(bus: RouterHarness) -> None:
+def test_turn_without_an_executor_gets_a_failed_result_in_its_home(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.ask("g0:0", home=1, patience_seconds=0.2)
         bus.until(lambda: bus.results())
@@ -163,8 +163,8 @@ def test_a_turn_that_nobody_takes_up_gets_a_failed_result_at_its_home(bus: Route
     assert "no executor has taken it up in 0.2 s" in failed.reason
 
 
-def test_a_failed_result_that_died_with_its_router_is_written_by_the_next(bus: RouterHarness) -> None:
-    # Of this router nothing but what it waits for leaves the machine: its results do not.
+def test_failed_result_lost_with_its_router_is_written_by_the_next(bus: RouterHarness) -> None:
+    # This router sends only the records that it awaits: its results stay in memory.
     slow = with_properties(bus.settings, {"linger.ms": "600000"})
     bus.ask("g0:0", home=1)
     with router_process(slow) as before:
@@ -179,7 +179,7 @@ def test_a_failed_result_that_died_with_its_router_is_written_by_the_next(bus: R
     assert (failed.outcome, failed.trajectory_id) == (TurnOutcome.FAILED, "g0:1")
 
 
-def test_what_does_not_decode_is_buried_once_whoever_routes(bus: RouterHarness) -> None:
+def test_undecodable_message_is_dead_lettered_once_over_router_changes(bus: RouterHarness) -> None:
     poison = b"\xc1 this is no record"
     spoil(bus.settings, REQUESTED, 1, poison)  # while no router runs
     bent = msgspec.msgpack.encode(msgspec.structs.replace(request("g0:0", home=1), appended=b"\0" * 400))
@@ -189,24 +189,24 @@ def test_what_does_not_decode_is_buried_once_whoever_routes(bus: RouterHarness) 
         bus.ask("g0:0", home=1)
         bus.until_dispatched(1)
         spoil(bus.settings, REQUESTED, 1, bent)
-        spoil(bus.settings, COMPLETED, 1, b"no result")  # an environment worker buries that
+        spoil(bus.settings, COMPLETED, 1, b"no result")  # an environment worker dead-letters the record
         spoil(bus.settings, HEARTBEATS, 0, b"no heartbeat")
         bus.until(lambda: list(read_dead_letters(bus.settings, HEARTBEATS)))
     with router_process(bus.settings):
         bus.ask("g0:1", home=1)
         bus.until_dispatched(2)
     assert list(read_dead_letters(bus.settings, COMPLETED)) == []
-    letter, *others = read_dead_letters(bus.settings, REQUESTED)
+    dead_letter, *others = read_dead_letters(bus.settings, REQUESTED)
     assert [other.raw.value for other in others] == [bent, bent] and "appended" in others[0].reason
-    assert (letter.raw.value, letter.raw.key) == (poison, b"g0:0")
-    assert (letter.partition, letter.offset) == (1, 0) and "turn-request" in letter.reason
+    assert (dead_letter.raw.value, dead_letter.raw.key) == (poison, b"g0:0")
+    assert (dead_letter.partition, dead_letter.offset) == (1, 0) and "turn-request" in dead_letter.reason
     reader = Reader(bus.settings, "test-letters", group="test")
     dead = Topic(REQUESTED.dead_letters, None, "", REQUESTED.partition_setting)
     assert reader.watermarks((dead, 0))[1] == 3, "there is one copy of each"
     reader.close()
 
 
-def test_an_executor_of_an_inbox_that_does_not_exist_gets_nothing(bus: RouterHarness) -> None:
+def test_executor_of_a_nonexistent_inbox_gets_no_turn(bus: RouterHarness) -> None:
     with router_process(bus.settings):
         bus.beat(7, slot=7)
         bus.beat(1)
@@ -219,14 +219,14 @@ def test_an_executor_of_an_inbox_that_does_not_exist_gets_nothing(bus: RouterHar
 
 @pytest.fixture
 def short_of_room(bus: RouterHarness) -> Iterator[RouterService]:
-    """A router of this process that serves, and leaves requests on their topic while more than two turns wait."""
+    """A router in this process that serves, and leaves requests on their topic while more than two turns wait."""
     config = RouterConfig(max_waiting_turns=2, low_water_seconds=0.0)
     with closing(RouterService(bus.settings, config, name="router-0")) as loop:
         bus.until(lambda: bool(loop.sessions), loop.run_once)
         yield loop
 
 
-def test_requests_are_left_on_their_topic_while_too_many_turns_wait(
+def test_requests_stay_on_their_topic_while_too_many_turns_wait(
     bus: RouterHarness, short_of_room: RouterService
 ) -> None:
     (reign,) = short_of_room.sessions.values()
@@ -242,16 +242,14 @@ def test_requests_are_left_on_their_topic_while_too_many_turns_wait(
     bus.until(lambda: len(bus.inboxes) == 4, short_of_room.run_once)
 
 
-def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(
-    bus: RouterHarness, short_of_room: RouterService
-) -> None:
+def test_turns_without_context_do_not_hold_back_their_anchors(bus: RouterHarness, short_of_room: RouterService) -> None:
     (reign,) = short_of_room.sessions.values()
     bus.beat(0)
     for number in range(3):
         bus.ask(f"g{number}:0", 1)
         bus.until(lambda: len(bus.inboxes) > number, short_of_room.run_once)  # noqa: B023
         torn = bus.fleet.held[0].pop()
-        bus.say(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
+        bus.write(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
         bus.until(lambda: reign.router.counters.context_missing > number, short_of_room.run_once)  # noqa: B023
     for number in range(3):
         bus.ask(f"g{number}:0", 1, anchors=True)
@@ -259,14 +257,14 @@ def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(
 
 
 def worker_of(bus: RouterHarness) -> dict[str, str]:
-    """By trajectory, who was sent it last."""
+    """Return the last executor of each trajectory."""
     return {each.request.trajectory_id: each.worker for each in bus.inboxes}
 
 
-def test_an_inbox_that_takes_no_claim_holds_up_none_of_the_others(
+def test_inbox_that_accepts_no_fencing_token_delays_no_other(
     bus: RouterHarness, short_of_room: RouterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its leader is away: to wait for it would cost the router its seat."""
+    """The leader of the inbox is away: to wait for it would cost the router its membership."""
     loop, later = short_of_room, list[Callable[[], None]]()
     (reign,) = loop.sessions.values()
     bus.beat(0)
@@ -285,10 +283,10 @@ def test_an_inbox_that_takes_no_claim_holds_up_none_of_the_others(
     monkeypatch.setattr(writer, "tombstone", tombstone)
     monkeypatch.setattr(writer, "flush", flush)
     bus.beat(1)
-    bus.fleet.held[0].clear()  # a dispatch that was lost
+    bus.fleet.held[0].clear()  # a lost dispatch
     bus.until(lambda: bool(later), loop.run_once)
     away = reign.router.liveness.executors["w0"]
-    bus.until(lambda: away.status is ExecutorStatus.GONE, loop.run_once)  # whatever it says
+    bus.until(lambda: away.status is ExecutorStatus.GONE, loop.run_once)  # despite its heartbeats
     bus.ask("g1:0")
     bus.until(lambda: len(newest := worker_of(bus)) == 2 and set(newest.values()) == {"w1"}, loop.run_once)
     [now] = later
@@ -301,7 +299,7 @@ def test_an_inbox_that_takes_no_claim_holds_up_none_of_the_others(
     monkeypatch.undo()
 
 
-def test_the_program_stops_cleanly_when_asked(bus: RouterHarness) -> None:
+def test_router_program_stops_cleanly_when_asked(bus: RouterHarness) -> None:
     with router_process(bus.settings, low_water_seconds=1000.0) as router:
         bus.beat(0)
         bus.ask("g0:0", home=0)

@@ -1,4 +1,4 @@
-"""Two routers, each a process: one serves, one waits and takes over; none that was replaced does any harm."""
+"""Two router processes: one serves, one waits and takes over; a replaced router does no harm."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[RouterHarness]:
 
 
 @kafka_first
-def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: RouterHarness, broker_kind: str) -> None:
+def test_router_resumed_after_a_freeze_does_no_harm(bus: RouterHarness, broker_kind: str) -> None:
     with router_process(bus.settings, 0) as first:
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
@@ -44,7 +44,7 @@ def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: RouterHarnes
             freeze(first)
             dispatched = len(bus.inboxes)
             bus.keep_turns_moving(15.0)
-            if broker_kind != EMBEDDED:  # the embedded broker never gives the seat of a member to another
+            if broker_kind != EMBEDDED:  # the embedded broker never gives the cells of a member to another
                 assert len(bus.inboxes) > dispatched, "the other router serves meanwhile"
             thaw(first)
             bus.keep_turns_moving(3.0)
@@ -53,11 +53,11 @@ def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: RouterHarnes
 
 
 def repeated(zombies: list[TurnDispatch]) -> list[TurnDispatch]:
-    """Executors drop them; a router that lets go in time writes none but those that were on their way."""
+    """Return the dispatches that executors drop. A router that releases in time writes none except those in transit."""
     return zombies[1:]
 
 
-def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: RouterHarness) -> None:
+def test_freeze_shorter_than_the_session_has_no_lasting_effect(bus: RouterHarness) -> None:
     with router_process(bus.settings, 0) as router:
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
@@ -71,7 +71,7 @@ def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: RouterHa
 
 
 @kafka_first
-def test_a_router_that_is_killed_is_replaced_within_its_session(bus: RouterHarness, broker_kind: str) -> None:
+def test_killed_router_is_replaced_within_its_session(bus: RouterHarness, broker_kind: str) -> None:
     with ExitStack() as processes:
 
         def begin(number: int) -> ForkedProcess:
@@ -81,7 +81,7 @@ def test_a_router_that_is_killed_is_replaced_within_its_session(bus: RouterHarne
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
         bus.until_dispatched(1)
-        # Which of the two serves is the broker's choice: each is killed once, and comes back by name.
+        # The broker chooses which of the two serves: each is killed once and returns under its name.
         for number, router in running.items():
             kill(router)
             served = len(bus.inboxes)
@@ -102,7 +102,7 @@ def test_a_router_that_is_killed_is_replaced_within_its_session(bus: RouterHarne
         "for longer than a group may take to decide",
     ],
 )
-def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str, away: str) -> None:
+def test_router_continues_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str, away: str) -> None:
     if broker_kind != KAFKA:
         pytest.skip("the embedded broker loses its last half second when it is killed, and idempotent producers fail")
     log = tmp_path / "router.log"
@@ -125,19 +125,19 @@ def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Pa
         bus.close()
 
 
-def test_who_has_left_has_no_seat_whatever_its_former_membership_is_told(
+def test_departed_router_owns_no_cell_despite_late_assignments(
     bus: RouterHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An assignment that lies unread is still told as its member leaves."""
-    asked: list[tuple[IdleConsumer, dict[str, Any]]] = []
-    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    """An unread assignment is still reported while its member leaves."""
+    subscriptions: list[tuple[IdleConsumer, dict[str, Any]]] = []
+    monkeypatch.setattr(IdleConsumer, "subscribe", lambda self, _, **answers: subscriptions.append((self, answers)))
     settings = replace(bus.settings, embedded=True)
-    seats = RouterMembership(settings, "router-0")
-    ((former, answers),) = asked
+    membership = RouterMembership(settings, "router-0")
+    ((former, answers),) = subscriptions
     cell = TopicPartition(settings.topic(HEARTBEATS), 0)
     answers["on_assign"](former, [cell])
-    assert [seat.cell for seat in seats.owned] == [0]
-    seats.rejoin()
+    assert [ownership.cell for ownership in membership.owned] == [0]
+    membership.rejoin()
     answers["on_assign"](former, [cell])
-    assert not seats.owned
-    seats.close()
+    assert not membership.owned
+    membership.close()

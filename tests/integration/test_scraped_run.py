@@ -37,41 +37,41 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 WINDOW = "15s"
-"""For the rates of a run that lasts a minute or two."""
+"""Rate window of a run that lasts one or two minutes."""
 
 START_SECONDS = 600.0
-"""What a server may take to come up on a machine that has much else to do."""
+"""Time that a server may take to start on a busy machine."""
 
 CONTROL = ("--set", "control.page_port=0")
 
 NOTHING_WAITED = {"Slack of serving's steps": "nothing may wait for a step at the moment of any scrape"}
-"""Panels whose values may all be NaN in so short a run, and why."""
+"""Panels whose values may all be NaN in such a short run, with the reason."""
 
 OF_A_SERVER = ("vLLM server", "observed server")
-"""What of the table no role of this run exports: vLLM's own, and a server that only is observed (`test_lend.py`)."""
+"""Rows of the table that no role of this run exports: those of vLLM, and of an observed server (`test_lend.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """One that scrapes what the file `targets` says."""
+    """A Prometheus that scrapes the targets of the file."""
 
     url: str
     targets: Path
 
     def scrape(self, roles: dict[str, int]) -> None:
-        """These, each by its port on loopback, under the label `role`."""
-        said = [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": role}} for role, port in roles.items()]
+        """Set the targets: each role by its port on loopback, under the label `role`."""
+        targets = [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": role}} for role, port in roles.items()]
         new = self.targets.with_suffix(".new")
-        new.write_text(json.dumps(said))
+        new.write_text(json.dumps(targets))
         new.rename(self.targets)
 
     def ask(self, path: str, **arguments: str) -> Any:
-        asked = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return json.loads(answer.read())["data"]
 
     def values(self, query: str, *, since: float) -> list[list[float]]:
-        """Of each series of the query, what it was every second since."""
+        """Return the values of each series of the query, once per second since the start."""
         found = self.ask("query_range", query=query, start=str(since), end=str(time.time()), step="1")
         return [[float(value) for _, value in series["values"]] for series in found["result"]]
 
@@ -107,7 +107,7 @@ def ready(found: Prometheus) -> bool:
 
 
 def neighbours() -> int:
-    """The first of two free ports that follow on one another: executors count up from the first one's."""
+    """Return the first of two consecutive free ports: executors count up from the first port."""
     while True:
         [port] = free_ports(1)
         with socket.socket() as second, suppress(OSError):
@@ -116,19 +116,19 @@ def neighbours() -> int:
 
 
 def server_port(users_log: Path) -> int | None:
-    """Of the vLLM server, once its users have come."""
+    """Return the port of the vLLM server once its users have started."""
     found = re.search(r"server=http://127\.0\.0\.1:(\d+)", users_log.read_text() if users_log.exists() else "")
     return int(found[1]) if found else None
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
-def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose: Rose, tmp_path: Path) -> None:
+def test_every_panel_shows_a_run_and_every_role_exports_the_metrics_of_the_table(rose: Rose, tmp_path: Path) -> None:
     router, trainer, environment, control = free_ports(4)
     executor = neighbours()
     ports = {"router": router, "trainer": trainer, "environment worker": environment}
     ports |= {"executor": executor, "lender": executor + 1, "control app": control}
-    said = [f"metrics.router={router}", f"metrics.trainer={trainer}", f"metrics.environment={environment}"]
-    settings = [word for each in [*said, f"metrics.executor={executor}"] for word in ("--set", each)]
+    settings_values = [f"metrics.router={router}", f"metrics.trainer={trainer}", f"metrics.environment={environment}"]
+    settings = [word for each in [*settings_values, f"metrics.executor={executor}"] for word in ("--set", each)]
     with prometheus(tmp_path) as found:
         found.scrape(ports)
         began = time.time()
@@ -140,10 +140,10 @@ def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose
             assert server is not None, run.communicate()[0]
             found.scrape({**ports, "vLLM server": server})
             deciding = rose.start("control", "--run", "demo", *CONTROL, "--set", f"metrics.control={control}")
-            told = run.communicate(timeout=900)[0]
-            deciding.kill()  # its broker went with the demo
+            output = run.communicate(timeout=900)[0]
+            deciding.kill()  # its broker ended with the demo
             deciding.communicate()
-        assert run.returncode == 0, told
+        assert run.returncode == 0, output
         check_panels(found, began)
         check_roles(found, began)
         check_rules(found)
@@ -164,7 +164,7 @@ def check_panels(found: Prometheus, began: float) -> None:
 
 
 def check_roles(found: Prometheus, began: float) -> None:
-    """What was scraped of each role is the table's: names, labels, and whose they are."""
+    """Check the scraped metrics of each role against the table: names, labels and roles."""
     series = found.ask("series", **{"match[]": '{__name__=~"rose_.+"}', "start": str(began)})
     of_scrapes = {"__name__", "job", "instance", "role", "le"}
     exported: dict[str, set[str]] = {}
@@ -186,6 +186,6 @@ def check_roles(found: Prometheus, began: float) -> None:
 
 
 def check_rules(found: Prometheus) -> None:
-    """Each was evaluated, without an error."""
+    """Check that each rule was evaluated without an error."""
     (group,) = found.ask("rules")["groups"]
     assert [rule["lastError"] for rule in group["rules"] if rule["health"] != "ok"] == []

@@ -1,4 +1,4 @@
-"""`rose settle`: what is named ends once, as a failure of the infrastructure, with a worker there or not."""
+"""`rose settle`: the named trajectories end once, as an infrastructure failure, with or without a worker."""
 
 from pathlib import Path
 
@@ -32,9 +32,9 @@ def settle(settings: BusSettings, name: str, reason: str = "it ends its worker")
 
 
 @kafka_first
-@pytest.mark.parametrize("lives", [True, False], ids=["its worker lives", "no worker is there"])
-def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_applied(
-    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, lives: bool
+@pytest.mark.parametrize("has_started", [True, False], ids=["its worker lives", "no worker is there"])
+def test_manually_settled_trajectory_ends_before_its_next_result(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, has_started: bool
 ) -> None:
     name, settings = "g0:1", executors.settings
     executors.answers = lambda request: request.trajectory_id != name
@@ -46,16 +46,16 @@ def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_app
 
     with worker_process(settings, 0, {"model_folder": model}) as worker:
         finish(executors, 2 * SIZE - 1)
-        if lives:
+        if has_started:
             settle(settings, name)
             finish(executors, 2 * SIZE)
         else:
             kill(worker)
         executors.answer([executors.requests[name, 0]])
         executors.pump()
-        if lives:
+        if has_started:
             executors.pump_until(all_settled, what="settled groups")
-    if not lives:
+    if not has_started:
         settle(settings, name)
         with worker_process(settings, 0, {"model_folder": model}):
             finish(executors, 2 * SIZE)
@@ -71,7 +71,7 @@ def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_app
 
 
 @any_broker
-def test_a_group_that_is_settled_before_it_is_opened_begins_nothing(
+def test_group_settled_before_its_opening_starts_no_trajectory(
     executors: ScriptedExecutors, model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "never.py").write_text(NEVER)
@@ -84,7 +84,7 @@ def test_a_group_that_is_settled_before_it_is_opened_begins_nothing(
 
 
 @any_broker
-def test_a_name_of_a_trajectory_and_of_a_group_settles_the_trajectory(executors: ScriptedExecutors, model: str) -> None:
+def test_name_shared_by_trajectory_and_group_settles_the_trajectory(executors: ScriptedExecutors, model: str) -> None:
     executors.answers = lambda _request: False
     executors.submit(prompt_of(0, group_id="g"))
     executors.submit(prompt_of(1, group_id="g:1"))
@@ -107,7 +107,7 @@ def test_a_name_of_a_trajectory_and_of_a_group_settles_the_trajectory(executors:
         ("g0", "x" * 5_000, "that cannot be asked for"),
     ],
 )
-def test_what_cannot_be_settled_is_refused_in_a_sentence(
+def test_impossible_settlement_is_refused_in_one_sentence(
     executors: ScriptedExecutors, name: str, reason: str, words: str
 ) -> None:
     executors.submit(prompt_of(0))

@@ -1,4 +1,4 @@
-"""`SampleStream` over a real broker: the whole contract of any trainer, whatever kills it."""
+"""`SampleStream` on a real broker: the whole contract of any trainer under any kill."""
 
 import math
 from collections.abc import Iterator
@@ -46,15 +46,15 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
     return settings
 
 
-def say(settings: BusSettings, number: int, state: GroupState) -> None:
-    """What an environment worker says of a group."""
+def write_group(settings: BusSettings, number: int, state: GroupState) -> None:
+    """Write the state of a group as an environment worker does."""
     name, writer = group_name(number), Writer(settings, "test")
     record = Group(group_id=name, group_size=GROUP_SIZE, state=state, offset=0, changed_at=0.0)
     writer.write(GROUPS, record, key=name, partition=home_partition(name, HOMES))
     writer.flush()
 
 
-def test_it_can_be_iterated_again_and_loses_nothing(settings: BusSettings) -> None:
+def test_stream_can_be_iterated_again_without_loss(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(12)))
     found: list[str] = []
     with SampleStream(settings, "policy", total_groups=12) as stream:
@@ -69,7 +69,7 @@ def test_it_can_be_iterated_again_and_loses_nothing(settings: BusSettings) -> No
     assert on_log(settings) == everyone(range(12))
 
 
-def test_what_was_not_settled_comes_again_and_what_was_does_not(settings: BusSettings) -> None:
+def test_unsettled_groups_are_returned_again_and_settled_groups_are_not(settings: BusSettings) -> None:
     late = make_samples(groups=range(3))
     write_samples(settings, [*late[:5], *make_samples(groups=range(3, 9)), late[5]])
     settled: list[str] = []
@@ -88,8 +88,8 @@ def test_what_was_not_settled_comes_again_and_what_was_does_not(settings: BusSet
     assert on_log(settings) == everyone(range(9))
 
 
-def test_a_stop_ends_reading_back_where_the_trainer_stands(settings: BusSettings) -> None:
-    """Nothing else would, before a broker that is away by then has come back."""
+def test_stop_ends_the_replay_of_a_trainer(settings: BusSettings) -> None:
+    """Otherwise the replay would end only when the broker returns."""
     stop = Event()
     with SampleStream(settings, "policy", stop=stop) as stream, pytest.raises(StreamStopped):
         publisher = WeightPublisher(settings, "policy", on_wait=stream.check_stopped)
@@ -99,7 +99,7 @@ def test_a_stop_ends_reading_back_where_the_trainer_stands(settings: BusSettings
         SampleStream(settings, "policy", stop=stop)
 
 
-def test_a_group_is_settled_whole_and_once(settings: BusSettings) -> None:
+def test_group_is_settled_completely_and_once(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(2)))
     with SampleStream(settings, "policy") as stream:
         groups = stream.take(2)
@@ -108,16 +108,16 @@ def test_a_group_is_settled_whole_and_once(settings: BusSettings) -> None:
         stream.settle(outcomes_of(groups[:1]))
         stream.settle(outcomes_of(groups))
     with SampleStream(settings, "policy", total_groups=2) as stream:
-        stream.settle(outcomes_of(groups))  # as a checkpoint may ask for after a restart
+        stream.settle(outcomes_of(groups))  # a checkpoint may request this after a restart
         assert stream.take(1) == ()
     assert on_log(settings) == everyone(range(2))
 
 
-def test_outcomes_that_a_checkpoint_kept_are_settled_before_their_samples_are_read(settings: BusSettings) -> None:
+def test_outcomes_in_a_checkpoint_are_settled_before_their_samples_are_read(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy") as stream:
         (group,) = stream.take(1)
-    for _ in range(2):  # the second must know it from the log: an older sample may hold the place to read from back
+    for _ in range(2):  # the second must know it from the log: an older sample may hold the start offset back
         with SampleStream(settings, "policy") as stream:
             stream.settle(outcomes_of([group]))
             assert group.group_id not in {one.group_id for one in stream.take(2)}
@@ -131,7 +131,7 @@ def one_partition(broker: AnyBroker, namespace: str) -> BusSettings:
     return settings
 
 
-def test_starts_that_settle_nothing_forget_no_outcome(one_partition: BusSettings) -> None:
+def test_restarts_without_settlement_forget_no_outcome(one_partition: BusSettings) -> None:
     waits = make_samples(groups=[0])
     write_samples(one_partition, [*waits[:-1], *make_samples(groups=[1, 2])])
     with SampleStream(one_partition, "policy") as stream:
@@ -147,7 +147,7 @@ def test_starts_that_settle_nothing_forget_no_outcome(one_partition: BusSettings
     assert on_log(one_partition) == everyone(range(3))
 
 
-def test_outcomes_that_a_checkpoint_kept_are_known_at_every_start_until_others_are_settled(
+def test_outcomes_in_a_checkpoint_are_known_until_later_settlements(
     one_partition: BusSettings,
 ) -> None:
     write_samples(one_partition, make_samples(groups=range(2)))
@@ -161,9 +161,7 @@ def test_outcomes_that_a_checkpoint_kept_are_known_at_every_start_until_others_a
 
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_what_is_settled_while_another_settlement_is_under_way_passes_nothing_of_it(
-    one_partition: BusSettings, commits: bool
-) -> None:
+def test_concurrent_settlement_does_not_commit_past_another(one_partition: BusSettings, commits: bool) -> None:
     write_samples(one_partition, make_samples(groups=[0]))
     write_samples(one_partition, make_samples(groups=[1]))
     with SampleStream(one_partition, "policy") as stream:
@@ -180,10 +178,10 @@ def test_what_is_settled_while_another_settlement_is_under_way_passes_nothing_of
     assert on_log(one_partition) == everyone(range(3))
 
 
-def test_old_samples_have_been_read_though_what_ends_their_transaction_is_no_record(
+def test_transaction_marker_after_old_samples_does_not_keep_them_unread(
     one_partition: BusSettings,
 ) -> None:
-    """Else no start would ever read back fewer outcomes than the one before."""
+    """Otherwise no start would ever read back fewer outcomes than the previous start."""
     writer = Writer(one_partition, "test", transactional_id="environments")
     writer.begin()
     for sample in make_samples(groups=range(2)):
@@ -196,7 +194,7 @@ def test_old_samples_have_been_read_though_what_ends_their_transaction_is_no_rec
         assert stream.settlement(outcomes_of(groups[1:])).resume.outcomes_from >= GROUP_SIZE
 
 
-def test_a_newer_stream_fences_the_older(settings: BusSettings) -> None:
+def test_newer_stream_fences_the_older(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(1)))
     with SampleStream(settings, "policy") as old:
         groups = old.take(1)
@@ -209,11 +207,11 @@ def test_a_newer_stream_fences_the_older(settings: BusSettings) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
+def test_invalid_sample_is_dead_lettered_once(settings: BusSettings) -> None:
     writer = Writer(settings, "test")
     samples = make_samples(groups=range(2))
-    stranger = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
-    write_samples(settings, [samples[0], stranger])
+    foreign_sample = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
+    write_samples(settings, [samples[0], foreign_sample])
     no_sample = RawMessage(b"g00", b"no record", (("rose-schema", b"sample/3"),))
     writer.forward(SAMPLES, no_sample, partition=0, key=b"g00")
     writer.flush()
@@ -223,13 +221,13 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
     write_samples(settings, samples[1:])
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(2)))
-    letters = list(read_dead_letters(settings, SAMPLES))
-    assert sorted(letter.raw.value == b"no record" for letter in letters) == [False, True]
+    dead_letters = list(read_dead_letters(settings, SAMPLES))
+    assert sorted(dead_letter.raw.value == b"no record" for dead_letter in dead_letters) == [False, True]
     assert on_log(settings) == everyone(range(2))
 
 
 class StopAfter(Event):
-    """Is set once it has been asked so many times as are left."""
+    """An event that is set after a number of checks."""
 
     left = math.inf
 
@@ -240,14 +238,14 @@ class StopAfter(Event):
 
 @contextmanager
 def stopped_after(times: int, settings: BusSettings, model_id: str, *, total_groups: int = 0) -> Iterator[SampleStream]:
-    """A stream that is asked to stop after so many looks, from when it stands where the log says."""
+    """A stream that is stopped after a number of checks, counted from the current position of the log."""
     stop = StopAfter()
     with SampleStream(settings, model_id, stop=stop, total_groups=total_groups) as stream:
         stop.left = times
         yield stream
 
 
-def test_a_stream_without_an_end_remembers_no_more_groups_than_it_must(settings: BusSettings) -> None:
+def test_endless_stream_remembers_a_bounded_number_of_groups(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(3)))
@@ -265,13 +263,13 @@ def test_samples_of_another_model_are_left_to_its_trainer(settings: BusSettings)
     assert on_log(settings) == everyone(range(2))
 
 
-def test_a_refused_prompt_does_not_keep_the_run_from_ending(settings: BusSettings) -> None:
+def test_refused_prompt_does_not_prevent_the_end_of_the_run(settings: BusSettings) -> None:
     write_prompts(settings, range(8))
-    for state in (GroupState.REFUSED, GroupState.REFUSED):  # told twice, counted once
-        say(settings, 3, state)
-    say(settings, 4, GroupState.REFUSED)
-    say(settings, 4, GroupState.OPEN)  # mended
-    say(settings, 7, GroupState.SETTLED)  # so long ago that its outcomes are no longer there
+    for state in (GroupState.REFUSED, GroupState.REFUSED):  # written twice, counted once
+        write_group(settings, 3, state)
+    write_group(settings, 4, GroupState.REFUSED)
+    write_group(settings, 4, GroupState.OPEN)  # corrected
+    write_group(settings, 7, GroupState.SETTLED)  # so long ago that its outcomes are gone
     write_samples(settings, make_samples(groups=[0, 1, 2, 4, 5, 6]))
     sizes = []
     with SampleStream(settings, "policy", total_groups=8) as stream:
@@ -282,35 +280,36 @@ def test_a_refused_prompt_does_not_keep_the_run_from_ending(settings: BusSetting
     assert sizes == [4, 2] and len(on_log(settings)) == 6 * GROUP_SIZE
 
 
-def test_a_run_ends_when_its_last_prompts_are_refused_while_it_waits(settings: BusSettings) -> None:
+def test_run_ends_when_its_last_prompts_are_refused_while_it_waits(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(2)))
     with SampleStream(settings, "policy", total_groups=4) as stream:
         stream.settle(outcomes_of(stream.take(1)))
-        say(settings, 8, GroupState.REFUSED)
-        say(settings, 9, GroupState.REFUSED)
+        write_group(settings, 8, GroupState.REFUSED)
+        write_group(settings, 9, GroupState.REFUSED)
         groups = stream.take(3)
         assert len(groups) == 1
         stream.settle(outcomes_of(groups))
         assert stream.take(3) == () and stream.ended
 
 
-def test_a_log_that_ends_before_the_place_to_read_from_is_refused(broker: AnyBroker, settings: BusSettings) -> None:
+def test_log_that_ends_before_the_start_offset_is_refused(broker: AnyBroker, settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(4)))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(4)))
     admin = connect(settings)
     for deleted in admin.delete_topics([settings.topic(SAMPLES)]).values():
         deleted.result()
-    until(lambda: settings.topic(SAMPLES) not in admin.list_topics(timeout=10).topics)  # nodes hear of it by and by
+    # nodes learn of the deletion one by one
+    until(lambda: settings.topic(SAMPLES) not in admin.list_topics(timeout=10).topics)
     create_topics(settings, Partitions(home=HOMES, slots=1, samples=2, chunks=1))
     if settings.embedded:
         with pytest.raises(WrongLog, match="which ends at 0"):
             SampleStream(settings, "policy")
-    else:  # Apache Kafka forgets with a topic what was committed of it
+    else:  # Apache Kafka forgets the committed offsets of a deleted topic
         SampleStream(settings, "policy").close()
 
 
-def test_samples_are_deleted_when_they_are_settled_and_old(broker: AnyBroker, namespace: str) -> None:
+def test_settled_old_samples_are_deleted(broker: AnyBroker, namespace: str) -> None:
     settings = replace(broker.settings(namespace), retention=Retention(samples=0.0))
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     waits, done = make_samples(groups=[0]), make_samples(groups=[1, 2])
@@ -327,8 +326,8 @@ def test_samples_are_deleted_when_they_are_settled_and_old(broker: AnyBroker, na
     assert on_log(settings) == everyone(range(3))
 
 
-def test_samples_that_another_models_trainer_has_not_settled_stay(settings: BusSettings) -> None:
-    """However long it stands still."""
+def test_samples_unsettled_by_the_trainer_of_another_model_are_kept(settings: BusSettings) -> None:
+    """The time of the stall does not matter."""
     theirs = [msgspec.structs.replace(one, model_id="other") for one in make_samples(groups=[1])]
     with SampleStream(settings, "other") as stream:
         stream.settle(())
@@ -345,7 +344,7 @@ def test_samples_that_another_models_trainer_has_not_settled_stay(settings: BusS
     assert on_log(settings) == everyone(range(2))
 
 
-def test_the_audit_agrees(settings: BusSettings) -> None:
+def test_audit_agrees_with_the_settled_outcomes(settings: BusSettings) -> None:
     write_prompts(settings, range(3))
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy", total_groups=3) as stream:

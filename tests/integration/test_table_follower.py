@@ -1,4 +1,4 @@
-"""Whoever follows a topic is told the newest of each key of what was there, and all that comes."""
+"""A follower of a compacted topic receives the newest record of each key and all new records."""
 
 import threading
 import time
@@ -14,31 +14,31 @@ from tests.support.brokers import AnyBroker
 WAIT_SECONDS = 30.0
 
 
-def test_what_was_overtaken_before_it_began_is_told_to_nobody(broker: AnyBroker, namespace: str) -> None:
+def test_record_superseded_before_the_start_is_not_delivered(broker: AnyBroker, namespace: str) -> None:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     writer = Writer(settings, "test")
 
-    def say(key: str, reason: str) -> None:
+    def write_grant(key: str, reason: str) -> None:
         grant = CapacityGrant(worker="w", lend=True, kv_bytes=0, token_budget=0, granted_at=time.time(), reason=reason)
         writer.write(GRANTS, grant, key=key)
         writer.flush()
 
     for key, reason in (("w", "old"), ("w/drain", "drain"), ("w/cell", "cell"), ("w", "new")):
-        say(key, reason)
+        write_grant(key, reason)
     writer.tombstone(GRANTS, key="w/drain", partition=0)
     writer.flush()
-    told: list[tuple[str, str, bool]] = []
+    received: list[tuple[str, str, bool]] = []
     came = threading.Event()
 
     def take(item: Envelope, seen: bool) -> None:
-        told.append((item.key, item.record.reason if isinstance(item.record, CapacityGrant) else "", seen))
+        received.append((item.key, item.record.reason if isinstance(item.record, CapacityGrant) else "", seen))
         if seen:
             came.set()
 
     following = TableFollower(settings, GRANTS, "test-following", take)
     assert following.is_caught_up.wait(WAIT_SECONDS)
-    say("w", "newest")
+    write_grant("w", "newest")
     assert came.wait(WAIT_SECONDS)
     following.stop()
-    assert told == [("w/cell", "cell", False), ("w", "new", False), ("w/drain", "", False), ("w", "newest", True)]
+    assert received == [("w/cell", "cell", False), ("w", "new", False), ("w/drain", "", False), ("w", "newest", True)]

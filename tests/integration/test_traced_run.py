@@ -1,4 +1,4 @@
-"""A run with a collector: one trace a trajectory, with every hop of every turn in it."""
+"""A run with a collector: one trace per trajectory, with every span of every turn."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ SERVICES = {
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
-def test_a_trajectory_is_one_trace_of_all_its_hops(rose: Rose) -> None:
+def test_trajectory_is_one_trace_with_all_its_spans(rose: Rose) -> None:
     with collector() as found:
         rose("demo", *small(run__executors=1), "--set", f"tracing.endpoint={found.endpoint}")
     traces = found.traces

@@ -1,4 +1,4 @@
-"""The trainer over a real broker: every sample trained once, one outcome each, and a resume that is exact."""
+"""The trainer on a real broker: every sample trained once, one outcome each, and an exact resume."""
 
 import shutil
 from collections import Counter
@@ -58,7 +58,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture(scope="module")
 def unkilled(broker: AnyBroker, policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """A run over the samples that nobody disturbed."""
+    """A run over the samples without faults."""
     settings = log_with_samples(broker, f"unkilled-{tmp_path_factory.getbasetemp().name}-{id(broker)}.")
     run_folder = tmp_path_factory.mktemp("unkilled") / "run"
     run_trainer(settings, config_of(policy_folder, run_folder), Event())
@@ -66,7 +66,8 @@ def unkilled(broker: AnyBroker, policy_folder: Path, tmp_path_factory: pytest.Te
 
 
 def assert_like(result: Result, run_folder: Path, unkilled: tuple[Result, Path]) -> None:
-    """The same policies bit for bit, the same outcomes in the same order, the same lines, the same exported weights."""
+    """Assert the same policies bit for bit, the same outcomes in the same order, the same lines and the same exported
+    weights."""
     expected, folder = unkilled
     assert result == expected
     assert [line["step"] for line in read_step_log(run_folder)] == list(range(1, STEPS + 1))
@@ -102,7 +103,7 @@ def test_every_sample_has_one_outcome_and_the_policy_learns(unkilled: tuple[Resu
 
 @any_broker
 @pytest.mark.parametrize("truncated", ["train", "leave_out"])
-def test_samples_that_were_cut_off_are_trained_on_or_settled_as_filtered(
+def test_truncated_samples_are_trained_or_settled_as_filtered(
     broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path, truncated: str
 ) -> None:
     settings = broker.settings(namespace)
@@ -115,16 +116,14 @@ def test_samples_that_were_cut_off_are_trained_on_or_settled_as_filtered(
     config = config_of(policy_folder, tmp_path / "run", total_groups=2, groups_per_step=2, truncated=truncated)
     run_trainer(settings, config, Event())
     left_out = {name for name, outcome, _ in result_of(settings).outcomes if outcome is Outcome.FILTERED}
-    alike = {"g01:1", "g01:3"}  # without the others, whose rewards differ from theirs
+    alike = {"g01:1", "g01:3"}  # without the other samples, which have other rewards
     assert left_out == ({"g00:1", "g01:0", "g01:2"} | alike if truncated == "leave_out" else set())
     assert [line["endings"] for line in read_step_log(tmp_path / "run")] == [{"done": 5, "context": 3}]
     assert audit_log(settings).clean
 
 
-def test_a_policy_that_transformers_renames_is_published_and_exported_as_its_folder_has_it(
-    settings: BusSettings, tmp_path: Path
-) -> None:
-    """Beside it are settings of generation that transformers reads and does not write."""
+def test_policy_renamed_by_transformers_is_published_with_folder_names(settings: BusSettings, tmp_path: Path) -> None:
+    """The folder also has generation settings that transformers reads and does not write."""
     folder = tmp_path / "pythia"
     tiny_policy("gpt_neox", folder, vocab_size=VOCABULARY)
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -140,7 +139,7 @@ def test_a_policy_that_transformers_renames_is_published_and_exported_as_its_fol
     assert trainer_of(settings, exported, tmp_path / "next")
 
 
-def test_a_policy_that_no_version_could_be_published_of_is_refused_at_the_start(
+def test_unpublishable_policy_is_refused_at_the_start(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "policy"
@@ -155,7 +154,7 @@ def test_a_policy_that_no_version_could_be_published_of_is_refused_at_the_start(
 @kafka_first
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_trainer_killed_at_every_point_ends_with_the_same_policy(
+def test_trainer_killed_at_any_point_ends_with_the_same_policy(
     settings: BusSettings, policy_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
 ) -> None:
     run_folder = tmp_path / "run"
@@ -170,7 +169,7 @@ def test_a_trainer_killed_at_every_point_ends_with_the_same_policy(
 
 
 def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> None:
-    """The policy cannot compute a batch with one of these token sequences."""
+    """Make the policy raise for a batch with one of these token sequences."""
 
     def look(_module: torch.nn.Module, _arguments: object, given: dict[str, torch.Tensor]) -> None:
         rows = [pack_tokens(row.tolist()) for row in given["input_ids"]]
@@ -181,7 +180,7 @@ def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> Non
 
 
 @any_broker
-def test_a_group_that_no_step_can_compute_is_settled_and_the_trainer_goes_on(
+def test_group_that_no_step_can_compute_is_settled_and_training_continues(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run")
@@ -196,7 +195,7 @@ def test_a_group_that_no_step_can_compute_is_settled_and_the_trainer_goes_on(
 
 @any_broker
 @pytest.mark.parametrize("error", [ValueError("the device is gone"), MemoryError()])
-def test_what_every_group_raises_or_a_lack_of_memory_is_no_groups_fault(
+def test_error_of_every_group_or_lack_of_memory_blames_no_group(
     settings: BusSettings, policy_folder: Path, tmp_path: Path, error: Exception
 ) -> None:
     config = config_of(policy_folder, tmp_path / "run")
@@ -209,10 +208,10 @@ def test_what_every_group_raises_or_a_lack_of_memory_is_no_groups_fault(
     assert result_of(settings).counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
 
 
-def test_every_start_stores_the_present_version_whole(
+def test_every_start_publishes_the_current_version_as_an_anchor(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """A log that was quiet for long has an anchor again: a fresh executor need not look back."""
+    """A log that was quiet for long has an anchor again: a new executor need not read back."""
     config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before = newest_of(settings)
@@ -222,20 +221,18 @@ def test_every_start_stores_the_present_version_whole(
     assert (again.order, again.digest, again.base_version) == (before.order, before.digest, None)
 
 
-def test_a_run_that_is_complete_is_not_trained_again(
-    settings: BusSettings, policy_folder: Path, tmp_path: Path
-) -> None:
+def test_run_that_is_complete_is_not_trained_again(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before = result_of(settings)
     write_samples(settings, make_samples(6, groups=range(50, 60)))
     run_trainer(settings, config, Event())
     assert result_of(settings) == before
-    last = HEALTH._report  # a large policy takes minutes to be exported: nobody is to start it again meanwhile
+    last = HEALTH._report  # the export of a large policy takes minutes, in which the trainer must not be restarted
     assert status_of(last, last.at + config.hung_seconds - 1).alive and "exported" in last.activity
 
 
-def test_samples_that_come_twice_are_trained_once(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+def test_duplicate_samples_are_trained_once(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     write_samples(settings, make_samples())
     write_samples(settings, make_samples(6, groups=[50, 51]))
     run_trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=GROUPS + 2), Event())
@@ -253,7 +250,7 @@ def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, policy
     assert digests[2] == digests[3] == digests[4]
 
 
-def test_a_new_trainer_fences_the_old_one(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+def test_new_trainer_fences_the_old_one(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     old = trainer_of(settings, policy_folder, tmp_path / "old" / "run")
     new = trainer_of(settings, policy_folder, tmp_path / "new" / "run")
     with pytest.raises(TrainerFenced, match="another trainer"):
@@ -274,7 +271,7 @@ def test_checkpoints_of_another_run_are_refused(settings: BusSettings, policy_fo
 
 
 @any_broker
-def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -287,7 +284,7 @@ def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, policy_
         run_trainer(settings, config_of(other, config.run_folder), Event())
 
 
-def test_a_stop_ends_the_trainer_and_it_goes_on_later(
+def test_stopped_trainer_resumes_later(
     settings: BusSettings, policy_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
 ) -> None:
     config = config_of(policy_folder, tmp_path / "run")
@@ -304,7 +301,7 @@ def test_a_stop_ends_the_trainer_and_it_goes_on_later(
 
 
 @any_broker
-def test_a_step_line_that_was_cut_short_is_written_again(
+def test_truncated_step_line_is_written_again(
     settings: BusSettings, policy_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
 ) -> None:
     config = config_of(policy_folder, tmp_path / "run")
@@ -316,12 +313,12 @@ def test_a_step_line_that_was_cut_short_is_written_again(
 
 
 @any_broker
-def test_a_broken_model_folder_is_one_sentence(settings: BusSettings, tmp_path: Path) -> None:
+def test_broken_model_folder_is_reported_in_one_sentence(settings: BusSettings, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"it has no readable config\.json"):
         run_trainer(settings, config_of(tmp_path, tmp_path / "run"), Event())
 
 
-def test_the_audit_names_who_is_in_flight(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+def test_audit_names_the_trajectories_in_flight(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     write_prompts(settings, [90])
     write_samples(settings, make_samples(7, groups=[91])[:1])
     run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())

@@ -1,4 +1,4 @@
-"""The trainer with another algorithm: a built-in one, a user's own, and names that lead to none."""
+"""The trainer with another algorithm: built-in, user-defined, and unknown names."""
 
 from pathlib import Path
 from threading import Event
@@ -31,7 +31,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a user's module; what the trainer adds to the import path is taken away in the end."""
+    """A folder with a user's module. Additions of the trainer to the import path are removed at the end."""
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "own"
     folder.mkdir()
@@ -52,18 +52,18 @@ def test_run_with_another_algorithm_trains_and_settles_everything(
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("setting", "says"),
     [
         ("algorithm=gpro", "rose: unknown algorithm 'gpro': use grpo, rloo, or package.module:Class of your own\n"),
         ("algorithm=json:JSONDecoder", "rose: algorithm 'json:JSONDecoder': JSONDecoder lacks advantages, loss; use "),
         ('import_paths=["nowhere"]', "rose: trainer.import_paths: nowhere is not there"),
     ],
 )
-def test_trainer_that_is_told_of_no_algorithm_ends_with_status_2_and_one_sentence(
-    settings: BusSettings, policy_folder: Path, tmp_path: Path, said: str, says: str
+def test_trainer_with_an_unknown_algorithm_exits_with_2_and_one_sentence(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, setting: str, says: str
 ) -> None:
     common = ("--set", f"run.folder={tmp_path}", "--set", f"model.folder={policy_folder}", *flags(settings))
-    done = rose("trainer", "--set", f"trainer.{said}", *common)
+    done = rose("trainer", "--set", f"trainer.{setting}", *common)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
     assert result_of(settings).digests == {}

@@ -1,4 +1,4 @@
-"""What becomes of a trainer's transaction that hangs, beside other trainers of its model."""
+"""A hung transaction of a trainer, beside other trainers of its model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 class SlowCoordinator:
-    """A producer whose offsets are taken once the group's coordinator was asked three times whether it is there."""
+    """A producer whose offsets are accepted after three checks of the group's coordinator."""
 
     def __init__(self, producer: Any) -> None:
         self._producer = producer
@@ -55,7 +55,7 @@ class SlowCoordinator:
 
 @any_broker
 @pytest.mark.slow
-def test_a_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     write_samples(settings, make_samples(groups=[0]))
     with SampleStream(settings, "policy", total_groups=1) as stream:
         first = stream._committer.writer
@@ -67,10 +67,10 @@ def test_a_slow_coordinator_does_not_end_a_trainer(settings: BusSettings, monkey
     assert on_log(settings) == everyone([0])
 
 
-def give_up(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, meanwhile: Callable[[], None] = lambda: None
+def abandon_commit(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, on_wait: Callable[[], None] = lambda: None
 ) -> None:
-    """Have the writer's next commit be given up, when all of the transaction is on the broker, or its end as well."""
+    """Make the next commit of the writer abort after the whole transaction, or also its end, is on the broker."""
     commit = writer.commit
 
     def hang(offsets: Mapping[Place, int], reader: Reader, *, metadata: str) -> None:
@@ -78,7 +78,7 @@ def give_up(
             commit(offsets, reader, metadata=metadata)
         else:
             writer.flush()
-        meanwhile()
+        on_wait()
         raise BusError("committing offsets (it has not returned)", KafkaError(KafkaError._TIMED_OUT))
 
     monkeypatch.setattr(writer, "commit", hang)
@@ -87,14 +87,14 @@ def give_up(
 @any_broker
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("publishes_alone", [False, True])
-def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_again(
+def test_abandoned_settlement_is_repeated_only_if_absent_from_the_log(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch, committed: bool, publishes_alone: bool
 ) -> None:
-    """Also of one that settles nothing, as where a version alone is published: no offset moves then."""
+    """This also holds for a transaction without settlements, which moves no offset, as for a version alone."""
     write_samples(settings, make_samples(groups=range(3)))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(1)))
-        give_up(stream._committer.writer, monkeypatch, committed=committed)
+        abandon_commit(stream._committer.writer, monkeypatch, committed=committed)
         second = outcomes_of(stream.take(1))
         given_up = [] if publishes_alone else second
         if settings.embedded:
@@ -111,14 +111,14 @@ def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_agai
 
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize(("settles", "after_reading"), [([0, 1, 2], True), ([1], True), ([2], True), ([1], False)])
-def test_what_was_given_up_is_not_made_again_once_another_trainer_has_settled(
+def test_abandoned_settlement_is_not_repeated_after_another_trainer_settled(
     settings: BusSettings,
     monkeypatch: pytest.MonkeyPatch,
     settles: list[int],
     after_reading: bool,
     committed: bool,
 ) -> None:
-    """Whatever that did to the place to read on from: with the first group left open it stays as it was."""
+    """The committed offset may be unchanged, because the first group is still open."""
     write_samples(settings, make_samples(groups=range(3)))
 
     def another() -> None:
@@ -129,14 +129,14 @@ def test_what_was_given_up_is_not_made_again_once_another_trainer_has_settled(
     names = [group_name(number) for number in settles]
     with SampleStream(settings, "policy") as stream:
         taken = stream.take(3)
-        give_up(stream._committer.writer, monkeypatch, committed=committed, meanwhile=another)
+        abandon_commit(stream._committer.writer, monkeypatch, committed=committed, on_wait=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(group for group in taken if group.group_id != group_name(0)))
-    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+    assert refused.value.is_fenced is not settings.embedded  # which makes the transaction repeat nothing
     assert on_log(settings) == everyone({*settles, 1, 2} if committed else settles)
 
 
-def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_the_same_group(
+def test_settlement_of_the_same_group_by_another_trainer_is_not_the_own_settlement(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(settings, make_samples(groups=range(2)))
@@ -146,38 +146,38 @@ def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_th
             stream.settle(outcomes_of(stream.take(1)))
 
     with SampleStream(settings, "policy") as stream:
-        give_up(stream._committer.writer, monkeypatch, committed=False, meanwhile=another)
+        abandon_commit(stream._committer.writer, monkeypatch, committed=False, on_wait=another)
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
-    assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+    assert refused.value.is_fenced is not settings.embedded  # which makes the transaction repeat nothing
     assert on_log(settings) == everyone([0])
 
 
-def test_who_gives_a_settlement_up_leaves_a_newer_stream_its_place_though_that_has_settled_nothing(
+def test_abandoned_settlement_keeps_the_position_of_a_newer_stream(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(settings, make_samples(groups=range(2)))
     newer: list[SampleStream] = []
     with SampleStream(settings, "policy") as stream:
-        give_up(
+        abandon_commit(
             stream._committer.writer,
             monkeypatch,
             committed=False,
-            meanwhile=lambda: newer.append(SampleStream(settings, "policy")),
+            on_wait=lambda: newer.append(SampleStream(settings, "policy")),
         )
         with pytest.raises(BusError) as refused:
             stream.settle(outcomes_of(stream.take(1)))
-        assert refused.value.is_fenced is not settings.embedded  # which has it make nothing again
+        assert refused.value.is_fenced is not settings.embedded  # which makes the transaction repeat nothing
         [left] = newer
         with left:
             left.settle(outcomes_of(left.take(2)))
     assert on_log(settings) == everyone(range(2))
 
 
-def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
+def test_stream_that_hangs_at_its_start_keeps_the_position_of_a_newer_stream(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would hand out again what the newer one has settled, which came when it knew already where it stands."""
+    """Otherwise the stream would return groups that the newer stream settled after the start of the older."""
     if settings.embedded:
         pytest.skip("nothing is made again there")
     write_samples(settings, make_samples(groups=range(3)))
@@ -191,7 +191,7 @@ def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
             came.append(True)
             newer.append(SampleStream(settings, "policy"))
             newer[0].settle(outcomes_of(newer[0].take(1)))
-            give_up(writer, monkeypatch, committed=False)
+            abandon_commit(writer, monkeypatch, committed=False)
         return found
 
     monkeypatch.setattr(Writer, "committed_offsets", amid)
@@ -203,7 +203,7 @@ def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
     assert on_log(settings) == everyone(range(3))
 
 
-def test_a_trainer_that_has_settled_nothing_leaves_the_log_fresh(settings: BusSettings) -> None:
+def test_trainer_without_settlements_leaves_the_log_unused(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(1)))
     for _ in range(2):
         with SampleStream(settings, "policy") as stream:
@@ -214,7 +214,7 @@ def test_a_trainer_that_has_settled_nothing_leaves_the_log_fresh(settings: BusSe
         assert not stream.fresh
 
 
-def test_a_stream_is_closed_once_what_another_thread_settles_is_on_the_log(
+def test_closing_a_stream_waits_for_settlements_of_other_threads(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(settings, make_samples(groups=range(2)))

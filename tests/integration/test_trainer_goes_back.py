@@ -1,4 +1,4 @@
-"""A trainer that goes back: broken and missing checkpoints, numbers never used twice, weights that travel otherwise."""
+"""A trainer that rolls back: broken and missing checkpoints, numbers never used twice, and other weight transports."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -59,7 +59,7 @@ def without_tensors(checkpoints: Path) -> None:
 
 @any_broker
 @pytest.mark.parametrize("harm", [cut_short, rotten_tensors, without_tensors])
-def test_a_trainer_whose_newest_checkpoint_is_broken_goes_back_under_a_new_number(
+def test_trainer_with_a_broken_checkpoint_rolls_back_under_a_new_version(
     settings: BusSettings, policy_folder: Path, tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     config = config_of(policy_folder, tmp_path / "run")
@@ -87,10 +87,10 @@ def of_version(samples: Iterable[Sample], version: int) -> list[Sample]:
 
 
 @kafka_first
-def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
+def test_samples_of_versions_before_a_rollback_are_superseded(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """Also after one more restart, and every number stands for one policy."""
+    """This also holds after one more restart, and every number stands for one policy."""
     config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     cut_short(config.checkpoints)
@@ -108,7 +108,7 @@ def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
 
 
 @kafka_first
-def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
+def test_trainer_killed_during_a_rollback_rolls_back_once(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     config = config_of(policy_folder, tmp_path / "run")
@@ -125,7 +125,7 @@ def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
 
 
 @kafka_first
-def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
+def test_endless_trainer_that_rolls_back_settles_nothing_twice(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     config = config_of(policy_folder, tmp_path / "run")
@@ -142,10 +142,10 @@ def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
     assert result_of(settings).outcomes == before.outcomes
 
 
-def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
+def test_checkpoint_unknown_to_the_log_falls_back_to_the_previous_checkpoint(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """As a fenced trainer leaves it, which wrote its own checkpoint of a version and could not settle it."""
+    """A fenced trainer leaves such a checkpoint: it wrote the checkpoint of a version and could not settle it."""
     config = config_of(policy_folder, tmp_path / "run")
     trainer = Trainer(settings, config, WeightsConfig(), Event())
     trainer.run()
@@ -164,11 +164,11 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
 
 @any_broker
 @pytest.mark.parametrize("other", [WeightsConfig(dtype="bfloat16"), WeightsConfig(column_parts=2)])
-def test_a_run_goes_on_when_its_weights_travel_in_another_way(
+def test_run_continues_with_another_weight_transport(
     settings: BusSettings, policy_folder: Path, tmp_path: Path, other: WeightsConfig
 ) -> None:
     run_trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
-    for _ in range(2):  # the second start finds what the first has stored
+    for _ in range(2):  # the second start finds the records of the first
         run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event(), weights=other)
     result = result_of(settings)
     assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
@@ -177,14 +177,14 @@ def test_a_run_goes_on_when_its_weights_travel_in_another_way(
     assert audit_log(settings).clean
 
 
-def test_a_checkpoint_that_the_log_lacks_goes_on_when_its_weights_travel_in_another_way(
+def test_checkpoint_missing_on_the_log_resumes_with_another_weight_transport(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     killed = train_in_a_process_that_is_killed(
         settings, policy_folder, tmp_path / "run", point="after_checkpoint", version=1
     )
     assert killed == -9
-    for total in (GROUPS_PER_STEP, GROUPS):  # the second start finds what the first has stored
+    for total in (GROUPS_PER_STEP, GROUPS):  # the second start finds the records of the first
         config = config_of(policy_folder, tmp_path / "run", total_groups=total)
         run_trainer(settings, config, Event(), weights=WeightsConfig(dtype="bfloat16"))
     result = result_of(settings)

@@ -1,4 +1,4 @@
-"""A trainer whose numbers overflow: nothing of that counts as trained, and no such policy is kept or published."""
+"""A trainer with overflowing numbers: no affected sample counts as trained, and no such policy is kept or published."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -46,7 +46,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 def overflow_on(trainer: Trainer, groups: Collection[str]) -> None:
-    """What the policy computes of a batch with a sample of these groups is no number."""
+    """Make the policy return NaN for a batch with a sample of these groups."""
     spoiled = [one.tokens[:-4] for one in make_samples() if one.group_id in groups]
 
     def spoil(_module: object, _arguments: object, given: dict[str, torch.Tensor], output: Any) -> None:
@@ -66,11 +66,11 @@ def spoiled_folder(folder: Path, value: float) -> Path:
 
 
 def on_log(settings: BusSettings) -> int:
-    """How many records there are of what a trainer writes."""
+    """Return the number of records that a trainer has written."""
     return len(list(read_whole_topics(settings, [CHUNKS, MANIFESTS, OUTCOMES])))
 
 
-def test_samples_of_a_minibatch_that_was_not_applied_are_settled_as_failed_and_all_others_are_trained(
+def test_samples_of_an_unapplied_minibatch_are_settled_as_failed(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run", minibatches=GROUPS_PER_STEP)
@@ -90,7 +90,7 @@ def test_samples_of_a_minibatch_that_was_not_applied_are_settled_as_failed_and_a
     assert audit_log(settings).clean
 
 
-def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_them_is_trained(
+def test_consecutive_non_finite_gradients_end_the_trainer_untrained(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run")
@@ -112,7 +112,7 @@ def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_t
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been(
+def test_step_that_yields_a_non_finite_policy_is_undone(
     settings: BusSettings, policy_folder: Path, tmp_path: Path, value: float
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run")
@@ -137,7 +137,7 @@ def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "run/model/model.safetensors").values())
 
 
-def test_a_step_that_leaves_finite_weights_and_no_finite_logprob_is_as_if_it_had_not_been(
+def test_step_that_yields_non_finite_logprobs_is_undone(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     trainer = trainer_of(settings, policy_folder, tmp_path / "run")
@@ -155,9 +155,7 @@ def test_a_step_that_leaves_finite_weights_and_no_finite_logprob_is_as_if_it_had
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_a_policy_to_begin_with_that_is_not_finite_begins_no_run(
-    settings: BusSettings, tmp_path: Path, value: float
-) -> None:
+def test_non_finite_initial_policy_is_refused(settings: BusSettings, tmp_path: Path, value: float) -> None:
     folder, before = spoiled_folder(tmp_path / "model", value), on_log(settings)
     with pytest.raises(UsageError, match=r"model: model\.norm\.weight holds a value that is not finite: begin with"):
         run_trainer(settings, config_of(folder, tmp_path / "run"), Event())
@@ -165,7 +163,7 @@ def test_a_policy_to_begin_with_that_is_not_finite_begins_no_run(
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "model").exists()
 
 
-def test_a_weight_that_what_it_travels_as_does_not_hold_is_refused_with_the_setting(
+def test_weight_too_large_for_the_published_type_is_refused_with_the_setting(
     settings: BusSettings, tmp_path: Path
 ) -> None:
     folder, before = spoiled_folder(tmp_path / "model", 70_000.0), on_log(settings)

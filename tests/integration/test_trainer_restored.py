@@ -1,4 +1,4 @@
-"""A run whose log is lost goes on from its checkpoint: on a new broker, or in another namespace."""
+"""A run with a lost log continues from its checkpoint: on a new broker, or in another namespace."""
 
 from pathlib import Path
 from threading import Event
@@ -35,7 +35,7 @@ KINDS = [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)]
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("broker_kind", KINDS, indirect=True)]
 
 DONE = 2
-"""Steps of the run when its log is lost."""
+"""Steps of the run before the loss of its log."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def lost(broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def undisturbed(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """The same run, if nothing is lost."""
+    """The same run without a loss."""
     folder = tmp_path_factory.mktemp("whole")
     with start(EMBEDDED, folder / "broker") as broker:
         settings = log_with_samples(broker, "whole.")
@@ -58,7 +58,7 @@ def undisturbed(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def ask_again(settings: BusSettings, lost: Path) -> int:
-    """Ask a new log for what the lost one had not settled, and sample it; how many groups that are."""
+    """Request and sample on a new log what the lost log had not settled; return the number of groups."""
     settled = settled_groups(lost / STEP_LOG)
     assert len(settled) == DONE * GROUPS_PER_STEP
     left = [number for number in range(GROUPS) if group_name(number) not in settled]
@@ -69,7 +69,7 @@ def ask_again(settings: BusSettings, lost: Path) -> int:
 
 
 def goes_on_as_if_nothing_was_lost(settings: BusSettings, left: int, undisturbed: Result) -> None:
-    """The policies are those of the undisturbed run bit for bit, each under a number above that which it had."""
+    """Assert that the policies equal those of the undisturbed run bit for bit, each under a higher number."""
     result = result_of(settings)
     assert result.digests == {version + 1: digest for version, digest in undisturbed.digests.items() if version >= DONE}
     assert newest_of(settings).order == (1, STEPS + 1)
@@ -78,7 +78,7 @@ def goes_on_as_if_nothing_was_lost(settings: BusSettings, left: int, undisturbed
     assert audit.clean and audit.requested == audit.settled == left * GROUP_SIZE
 
 
-def test_on_a_new_broker_a_run_goes_on_from_its_own_checkpoint(
+def test_run_on_a_new_broker_resumes_from_its_own_checkpoint(
     lost: Path, namespace: str, policy_folder: Path, undisturbed: Result, tmp_path: Path
 ) -> None:
     with start(EMBEDDED, tmp_path / "broker") as another:
@@ -88,7 +88,7 @@ def test_on_a_new_broker_a_run_goes_on_from_its_own_checkpoint(
         goes_on_as_if_nothing_was_lost(settings, left, undisturbed)
 
 
-def test_in_another_namespace_a_run_begins_with_the_checkpoint_that_it_is_told_of(
+def test_run_in_another_namespace_starts_from_the_given_checkpoint(
     broker: AnyBroker, lost: Path, namespace: str, policy_folder: Path, undisturbed: Result, tmp_path: Path
 ) -> None:
     settings = broker.settings(f"{namespace}again.")
@@ -96,11 +96,11 @@ def test_in_another_namespace_a_run_begins_with_the_checkpoint_that_it_is_told_o
     config = config_of(policy_folder, tmp_path / "again", total_groups=left, begin_from=lost / "checkpoints")
     run_trainer(settings, config, Event())
     goes_on_as_if_nothing_was_lost(settings, left, undisturbed)
-    run_trainer(settings, config, Event())  # which has checkpoints of its own now
+    run_trainer(settings, config, Event())  # which now has its own checkpoints
     assert newest_of(settings).order == (1, STEPS + 1)
 
 
-def test_a_run_does_not_begin_with_checkpoints_that_are_not_there(
+def test_missing_checkpoint_folder_is_refused(
     broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path
 ) -> None:
     settings = log_with_samples(broker, namespace)

@@ -1,4 +1,4 @@
-"""Policy versions over a real broker: a receiver takes a whole and proven version, or keeps the one it has."""
+"""Policy versions on a real broker: a receiver takes a complete proven version, or keeps its current version."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -35,11 +35,11 @@ pytestmark = [pytest.mark.slow, kafka_first]
 
 MODEL = "policy"
 WAIT_SECONDS = 60.0
-"""A version that is not there by then has been lost."""
+"""A version that has not arrived within this time is lost."""
 
 
 def tensors_of(seed: int, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A small model: some chunks of one tensor, a tensor without axes, an empty one."""
+    """Return a small model: a tensor of several chunks, a scalar tensor, and an empty tensor."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"embed": (1000, 700), "norm": (64,), "scale": (), "none": (0, 4)}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -49,7 +49,7 @@ SHAPES = {name: tuple(tensor.shape) for name, tensor in tensors_of(0).items()}
 
 
 class Trainer:
-    """The side that publishes."""
+    """The publishing side."""
 
     def __init__(self, settings: BusSettings, *, run: str = DEFAULT_RUN) -> None:
         self.settings = settings
@@ -57,7 +57,7 @@ class Trainer:
         self._publisher = WeightPublisher(settings, MODEL, run=run)
 
     def publish(self, version: int, *, tensors: dict[str, Tensor] | None = None) -> WeightManifest:
-        """Put the chunks of a version; its manifest is not on the log yet."""
+        """Store the chunks of a version without its manifest."""
         named = (tensors_of(version) if tensors is None else tensors).items()
         return self._publisher.put(self._publisher.snapshot(named), version, step=version, published_at=0.0)
 
@@ -78,7 +78,7 @@ def trainer(broker: AnyBroker, namespace: str) -> Trainer:
 def receiving(
     settings: BusSettings, key: Ed25519PrivateKey | None = None, *, run: str = DEFAULT_RUN, **options: object
 ) -> Iterator[WeightReceiver]:
-    """`key`: the trainer's."""
+    """Run a receiver. `key` is that of the trainer."""
     trust = dataclasses.replace(
         make_trust(settings, MODEL, WeightsConfig(run=run)), key=None if key is None else key.public_key()
     )
@@ -104,12 +104,12 @@ def assert_equal(version: StagedVersion, tensors: dict[str, Tensor]) -> None:
 
 
 def slice_of(manifest: WeightManifest, tensor: str) -> int:
-    """The first slice of a tensor."""
+    """Return the first slice of a tensor."""
     return next(n for n, piece in enumerate(manifest.slices) if manifest.tensors[piece.tensor].name == tensor)
 
 
 def with_ref(manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
-    """The manifest with another reference to the first chunk of a slice."""
+    """Return the manifest with another reference to the first chunk of a slice."""
     piece = manifest.slices[number]
     moved = msgspec.structs.replace(piece.chunks[0], **change)
     piece = msgspec.structs.replace(piece, chunks=(moved, *piece.chunks[1:]))
@@ -117,7 +117,7 @@ def with_ref(manifest: WeightManifest, number: int, **change: object) -> WeightM
 
 
 def replace_chunk(trainer: Trainer, manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
-    """Store a changed chunk of a slice of one chunk, and point the manifest at it."""
+    """Store a changed chunk of a slice with one chunk; return a manifest that refers to it."""
     piece = manifest.slices[number]
     name = manifest.tensors[piece.tensor].name
     chunk = WeightChunk(model_id=MODEL, version=manifest.version, tensor=name, part=0, payload=b"")
@@ -129,7 +129,7 @@ def replace_chunk(trainer: Trainer, manifest: WeightManifest, number: int, **cha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_version_arrives_bit_for_bit(trainer: Trainer, dtype: torch.dtype) -> None:
+def test_version_is_received_bit_for_bit(trainer: Trainer, dtype: torch.dtype) -> None:
     tensors = tensors_of(1, dtype=dtype)
     manifest = trainer.publish(1, tensors=tensors)
     assert max(len(piece.chunks) for piece in manifest.slices) > 1
@@ -142,7 +142,7 @@ def test_a_version_arrives_bit_for_bit(trainer: Trainer, dtype: torch.dtype) -> 
         assert receiver.staged() is None
 
 
-def test_chunks_without_a_manifest_are_no_version_and_a_joiner_takes_the_newest(trainer: Trainer) -> None:
+def test_chunks_without_manifest_are_ignored_and_a_new_receiver_takes_the_newest(trainer: Trainer) -> None:
     trainer.write(trainer.publish(1), trainer.publish(2))
     trainer.publish(3)
     with receiving(trainer.settings) as receiver:
@@ -153,7 +153,7 @@ def test_chunks_without_a_manifest_are_no_version_and_a_joiner_takes_the_newest(
         assert staged(receiver).version == 4
 
 
-def test_a_joiner_finds_its_model_far_behind_those_of_others(trainer: Trainer) -> None:
+def test_new_receiver_finds_its_model_far_behind_other_models(trainer: Trainer) -> None:
     mine = trainer.publish(1)
     trainer.write(mine)
     others = [msgspec.structs.replace(mine, model_id="other", version=version) for version in range(100)]
@@ -163,7 +163,7 @@ def test_a_joiner_finds_its_model_far_behind_those_of_others(trainer: Trainer) -
         assert staged(receiver).version == 1
 
 
-def test_a_manifest_that_comes_again_is_staged_once(trainer: Trainer) -> None:
+def test_duplicate_manifest_is_staged_once(trainer: Trainer) -> None:
     manifest = trainer.publish(1)
     with receiving(trainer.settings) as receiver:
         trainer.write(manifest)
@@ -182,9 +182,7 @@ def test_a_manifest_that_comes_again_is_staged_once(trainer: Trainer) -> None:
         ({"tensor": "scale"}, Refusal.WRONG_CHUNK),
     ],
 )
-def test_a_chunk_that_is_not_what_it_should_be_refuses_the_version(
-    trainer: Trainer, change: dict[str, object], refusal: Refusal
-) -> None:
+def test_altered_chunk_rejects_the_version(trainer: Trainer, change: dict[str, object], refusal: Refusal) -> None:
     with receiving(trainer.settings) as receiver:
         trainer.write(trainer.publish(1))
         assert staged(receiver).version == 1
@@ -201,7 +199,7 @@ def test_a_chunk_that_is_not_what_it_should_be_refuses_the_version(
         assert_equal(version if version.version == 3 else staged(receiver), tensors_of(3))
 
 
-def test_tensors_of_another_version_are_refused_by_the_digest_of_the_whole(trainer: Trainer) -> None:
+def test_tensors_of_another_version_are_refused_by_the_version_digest(trainer: Trainer) -> None:
     first, second = trainer.publish(1), trainer.publish(2)
     mixed = msgspec.structs.replace(first, digest=second.digest)
     with receiving(trainer.settings) as receiver:
@@ -210,7 +208,7 @@ def test_tensors_of_another_version_are_refused_by_the_digest_of_the_whole(train
 
 
 @pytest.mark.parametrize("where", ["beyond_the_end", "no_such_partition"])
-def test_a_place_that_the_log_does_not_have_is_a_missing_chunk(trainer: Trainer, where: str) -> None:
+def test_nonexistent_offset_is_a_missing_chunk(trainer: Trainer, where: str) -> None:
     manifest = trainer.publish(1)
     change = {"offset": 10**6} if where == "beyond_the_end" else {"partition": 99}
     with receiving(trainer.settings) as receiver:
@@ -218,7 +216,7 @@ def test_a_place_that_the_log_does_not_have_is_a_missing_chunk(trainer: Trainer,
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
 
 
-def test_chunks_that_retention_has_deleted_refuse_the_version(trainer: Trainer) -> None:
+def test_chunks_deleted_by_retention_reject_the_version(trainer: Trainer) -> None:
     old = trainer.publish(1)
     cut = TopicPartition(
         trainer.settings.topic(CHUNKS),
@@ -235,7 +233,7 @@ def test_chunks_that_retention_has_deleted_refuse_the_version(trainer: Trainer) 
         assert staged(receiver).version == 3
 
 
-def test_a_chunk_that_does_not_decode_is_a_missing_chunk(trainer: Trainer) -> None:
+def test_undecodable_chunk_is_a_missing_chunk(trainer: Trainer) -> None:
     manifest = trainer.publish(1)
     places: list[int] = []
     producer = Producer(trainer.settings.producer("test"))
@@ -251,7 +249,7 @@ def test_a_chunk_that_does_not_decode_is_a_missing_chunk(trainer: Trainer) -> No
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
 
 
-def test_a_tensor_that_the_model_does_not_have_refuses_the_version(trainer: Trainer) -> None:
+def test_unknown_tensor_rejects_the_version(trainer: Trainer) -> None:
     with receiving(trainer.settings) as receiver:
         trainer.write(trainer.publish(1, tensors={**tensors_of(1), "extra": torch.zeros(3)}))
         assert receiver.refused(Refusal.UNKNOWN_TENSOR, WAIT_SECONDS) == 1
@@ -259,7 +257,7 @@ def test_a_tensor_that_the_model_does_not_have_refuses_the_version(trainer: Trai
         assert receiver.refused(Refusal.BAD_SHAPE, WAIT_SECONDS) == 1
 
 
-def test_a_manifest_of_an_aborted_transaction_is_no_version(trainer: Trainer) -> None:
+def test_manifest_of_an_aborted_transaction_is_ignored(trainer: Trainer) -> None:
     manifest = trainer.publish(1)
     writer = Writer(trainer.settings, "test", transactional_id="test")
     writer.begin()
@@ -271,8 +269,9 @@ def test_a_manifest_of_an_aborted_transaction_is_no_version(trainer: Trainer) ->
         assert staged(receiver).version == 0
 
 
-def test_a_late_joiner_and_one_that_follows_stand_at_the_same_weights(trainer: Trainer) -> None:
-    """Fine steps of bfloat16 weights: versions travel as deltas, in a small part of the bytes of an anchor."""
+def test_late_and_continuous_receivers_have_the_same_weights(trainer: Trainer) -> None:
+    """The bfloat16 weights change in small steps, so versions are deltas with a small part of the bytes of an
+    anchor."""
     tensors = tensors_of(1, dtype=torch.bfloat16)
     master = {name: tensor.float() for name, tensor in tensors.items()}
     anchor = trainer.publish(0, tensors=tensors)
@@ -286,15 +285,15 @@ def test_a_late_joiner_and_one_that_follows_stand_at_the_same_weights(trainer: T
             assert delta.base_version == version - 1
             assert delta.payload_bytes < anchor.payload_bytes / 8
             trainer.write(delta)
-            with receiving(trainer.settings) as joiner:
-                assert_equal(staged(joiner), tensors)
+            with receiving(trainer.settings) as receiver:
+                assert_equal(staged(receiver), tensors)
         followed = staged(follower)
         while followed.version < 3:
             followed = staged(follower)
         assert_equal(followed, tensors)
 
 
-def test_what_no_receiver_can_build_on_is_mended_by_the_next_anchor(trainer: Trainer) -> None:
+def test_unusable_version_is_repaired_by_the_next_anchor(trainer: Trainer) -> None:
     trainer.write(trainer.publish(0))
     with receiving(trainer.settings) as receiver:
         assert staged(receiver).version == 0
@@ -306,7 +305,7 @@ def test_what_no_receiver_can_build_on_is_mended_by_the_next_anchor(trainer: Tra
         assert_equal(staged(receiver), tensors_of(3))
 
 
-def test_a_manifest_of_an_older_version_changes_nothing(trainer: Trainer) -> None:
+def test_manifest_of_an_older_version_changes_nothing(trainer: Trainer) -> None:
     first, second = trainer.publish(0), trainer.publish(1)
     trainer.write(first, second)
     with receiving(trainer.settings) as receiver:
@@ -318,7 +317,7 @@ def test_a_manifest_of_an_older_version_changes_nothing(trainer: Trainer) -> Non
         assert_equal(staged(receiver), tensors_of(2))
 
 
-def test_once_a_key_is_set_only_its_owner_is_believed(trainer: Trainer) -> None:
+def test_with_a_trusted_key_only_its_owner_is_accepted(trainer: Trainer) -> None:
     mine, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     with receiving(trainer.settings, mine) as receiver:
         honest = trainer.publish(1)
@@ -333,8 +332,8 @@ def test_once_a_key_is_set_only_its_owner_is_believed(trainer: Trainer) -> None:
         assert receiver.refused_newest is None
 
 
-def test_slices_in_an_index_arrive_as_ever(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An anchor and a delta, signed, for a receiver that was there and for one that joins."""
+def test_slices_in_an_index_are_received(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The versions are a signed anchor and a delta, for an existing receiver and a new one."""
     monkeypatch.setattr(manifests, "INLINE_BYTES", 0)
     key = Ed25519PrivateKey.generate()
     with (
@@ -348,12 +347,12 @@ def test_slices_in_an_index_arrive_as_ever(trainer: Trainer, monkeypatch: pytest
     assert newest is not None
     assert newest.index
     assert not newest.slices
-    with receiving(trainer.settings, key) as joiner:
-        assert_equal(staged(joiner), tensors_of(1))
+    with receiving(trainer.settings, key) as receiver:
+        assert_equal(staged(receiver), tensors_of(1))
 
 
-def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> None:
-    """The embedding's upper rows, and no other tensor's."""
+def test_sharded_receiver_fetches_slices_that_overlap_its_shard(trainer: Trainer) -> None:
+    """The shard has the upper rows of the embedding and no other tensor."""
     tensors = {**tensors_of(1), "embed": torch.randn(8600, 700, generator=torch.Generator().manual_seed(1))}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     manifest = trainer.publish(1, tensors=tensors)
@@ -368,8 +367,8 @@ def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> No
         assert version.bytes < staged(whole).bytes * 0.6, "of what came over the link, not of what was asked for"
 
 
-def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer) -> None:
-    """Two anchors back, and only then."""
+def test_unneeded_chunks_are_deleted(trainer: Trainer) -> None:
+    """Chunks are deleted two anchors later, and not before."""
     settings = replace(trainer.settings, retention=Retention(weights=0.0))
     for version in range(3):
         with WeightPublisher(settings, MODEL, anchor_every=0) as publisher:
@@ -384,7 +383,7 @@ def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer) -> 
         assert_equal(staged(receiver), tensors_of(2))
 
 
-def test_a_version_that_is_not_finite_is_refused_before_anything_of_it_is_on_the_log(trainer: Trainer) -> None:
+def test_non_finite_version_is_refused_before_publication(trainer: Trainer) -> None:
     with WeightPublisher(trainer.settings, MODEL) as publisher:
         publisher.publish(tensors_of(0).items()).result()
         before = len(list(read_whole_topics(trainer.settings, [CHUNKS, MANIFESTS])))
@@ -395,10 +394,10 @@ def test_a_version_that_is_not_finite_is_refused_before_anything_of_it_is_on_the
     assert len(list(read_whole_topics(trainer.settings, [CHUNKS, MANIFESTS]))) == before
 
 
-def test_a_version_that_is_not_finite_is_not_taken_whoever_published_it(trainer: Trainer) -> None:
+def test_non_finite_version_of_any_publisher_is_not_accepted(trainer: Trainer) -> None:
     snapshot = trainer._publisher.snapshot(tensors_of(1).items())
     snapshot.words["norm"][3] = 0xFFC00000  # as a trainer of another
-    for name, box in snapshot.digests:  # kind would publish it, that does not look
+    for name, box in snapshot.digests:  # kind would publish without checks
         snapshot.digests[name, box] = digest_of(snapshot.within(name, box).data)
     with receiving(trainer.settings) as receiver:
         trainer.write(trainer._publisher.put(snapshot, 1, step=1, published_at=0.0))

@@ -1,4 +1,4 @@
-"""Versions that can be believed: forged ones, strangers, breaks and steps back, over a real broker."""
+"""Trust in versions on a real broker: forged versions, foreign runs, broken chains and rollbacks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -55,7 +55,7 @@ def write(settings: BusSettings, *manifests: WeightManifest, key: Ed25519Private
 
 
 def staged_at(receiver: WeightReceiver, version: int) -> StagedVersion:
-    """The version, past those before it."""
+    """Return the staged version, after the versions before it."""
     found = staged(receiver)
     while found.version < version:
         found = staged(receiver)
@@ -64,14 +64,14 @@ def staged_at(receiver: WeightReceiver, version: int) -> StagedVersion:
 
 
 def wait_until_refused(receiver: WeightReceiver, version: int) -> None:
-    """Until it has given up on this version, or rather on what it builds on."""
+    """Wait until the receiver has refused this version, or the version that it builds on."""
     with receiver._changed:
         met = receiver._changed.wait_for(lambda: (receiver._refused_newest or (-1, ""))[0] == version, WAIT_SECONDS)
     assert met, f"version {version} was neither taken nor refused"
 
 
 def begins(settings: BusSettings) -> Iterator[int]:
-    """The first chunk that each partition still has."""
+    """Return the first remaining chunk offset of each partition."""
     reader = Reader(settings, "test", group="test")
     try:
         yield from (reader.watermarks((CHUNKS, partition))[0] for partition in range(2))
@@ -79,8 +79,8 @@ def begins(settings: BusSettings) -> Iterator[int]:
         reader.close()
 
 
-def test_a_forged_manifest_of_any_number_keeps_no_honest_one_from_being_taken(settings: BusSettings) -> None:
-    """Nor does it move the trainer's own numbers."""
+def test_forged_manifest_of_any_number_blocks_no_honest_version(settings: BusSettings) -> None:
+    """The forged manifest does not change the trainer's version numbers either."""
     with receiving(settings, KEY) as receiver, WeightPublisher(settings, MODEL, key=KEY, anchor_every=0) as publisher:
         first = publish(publisher, 0)
         assert_equal(staged(receiver), tensors_of(0))
@@ -89,8 +89,8 @@ def test_a_forged_manifest_of_any_number_keeps_no_honest_one_from_being_taken(se
             publish(publisher, version)
         assert_equal(staged_at(receiver, 4), tensors_of(4))
         assert receiver.refusals[Refusal.UNSIGNED] == 1
-    with receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(4))
+    with receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(4))
     assert WeightPublisher(settings, MODEL, key=KEY).next_version == 5
 
 
@@ -99,16 +99,16 @@ def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings) -> None:
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         first = publish(publisher, 0)
         late = tuple(FirstChunk(partition=partition, offset=10**6) for partition in range(2))
-        lies = [msgspec.structs.replace(first, version=2**50 + n, first=late) for n in range(2)]
-        write(settings, *lies)
+        forged_manifests = [msgspec.structs.replace(first, version=2**50 + n, first=late) for n in range(2)]
+        write(settings, *forged_manifests)
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         publish(publisher, 1)
     assert list(begins(settings)) == [0, 0]
-    with receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(1))
+    with receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(1))
 
 
-def test_chunks_whose_manifest_is_still_to_come_stay_while_another_run_deletes(settings: BusSettings) -> None:
+def test_chunks_before_their_manifest_survive_deletion_by_another_run(settings: BusSettings) -> None:
     with (
         WeightPublisher(settings, MODEL, run="slow") as slow,
         WeightPublisher(settings, MODEL, run="quick", anchor_every=0) as quick,
@@ -116,14 +116,14 @@ def test_chunks_whose_manifest_is_still_to_come_stay_while_another_run_deletes(s
         put = slow.put(slow.snapshot(tensors_of(7).items()), 7, step=7, published_at=0.0)
         for version in range(3):
             publish(quick, version)
-        quick.close()  # and with it what it deletes
+        quick.close()  # and with it its deletions
         slow.commit(put)
-    with receiving(settings, run="slow") as joiner:
-        assert_equal(staged(joiner), tensors_of(7))
+    with receiving(settings, run="slow") as receiver:
+        assert_equal(staged(receiver), tensors_of(7))
 
 
-def test_a_broken_version_of_any_number_gives_way_to_the_next_best(settings: BusSettings) -> None:
-    """Signed by the trainer, whole in its words, and its chunks are not there."""
+def test_broken_version_of_any_number_falls_back_to_the_next_best(settings: BusSettings) -> None:
+    """The manifest is signed by the trainer and complete, and its chunks are missing."""
     with receiving(settings, KEY) as receiver, WeightPublisher(settings, MODEL, key=KEY) as publisher:
         honest = publish(publisher, 0)
         gone = tuple(
@@ -136,14 +136,14 @@ def test_a_broken_version_of_any_number_gives_way_to_the_next_best(settings: Bus
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
         assert_equal(staged(receiver), tensors_of(0))
         wait_until_refused(receiver, 2**50)
-    with WeightPublisher(settings, MODEL, key=KEY) as publisher, receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(0))
+    with WeightPublisher(settings, MODEL, key=KEY) as publisher, receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(0))
         publish(publisher, publisher.next_version, seed=1)
-        assert_equal(staged(joiner), tensors_of(1))
+        assert_equal(staged(receiver), tensors_of(1))
 
 
 @kafka_first
-def test_a_trainer_that_goes_back_is_followed_and_the_one_before_it_is_not(settings: BusSettings) -> None:
+def test_receivers_follow_a_rolled_back_trainer_and_not_its_predecessor(settings: BusSettings) -> None:
     with receiving(settings, KEY) as receiver:
         before = WeightPublisher(settings, MODEL, key=KEY)
         for version in range(3):
@@ -162,12 +162,12 @@ def test_a_trainer_that_goes_back_is_followed_and_the_one_before_it_is_not(setti
             publish(after, 10)
             assert_equal(staged(receiver), tensors_of(10))
         before.close()
-    with receiving(settings, KEY) as joiner:
-        assert_equal(staged(joiner), tensors_of(10))
+    with receiving(settings, KEY) as receiver:
+        assert_equal(staged(receiver), tensors_of(10))
 
 
 @kafka_first
-def test_a_version_is_stored_whole_again_at_a_start_and_nobody_swaps(settings: BusSettings) -> None:
+def test_version_republished_at_a_start_causes_no_swap(settings: BusSettings) -> None:
     with receiving(settings) as receiver:
         with WeightPublisher(settings, MODEL) as publisher:
             for version in range(3):
@@ -175,8 +175,8 @@ def test_a_version_is_stored_whole_again_at_a_start_and_nobody_swaps(settings: B
             assert staged_at(receiver, 2).manifest.base_version == 1
         with WeightPublisher(settings, MODEL) as publisher:
             assert publish(publisher, 2).base_version is None
-            with receiving(settings) as joiner:
-                assert staged(joiner).manifest.base_version is None
+            with receiving(settings) as receiver:
+                assert staged(receiver).manifest.base_version is None
             assert publish(publisher, 3).base_version == 2
             assert_equal(staged(receiver), tensors_of(3))
             assert sum(receiver.refusals.values()) == 0
@@ -184,17 +184,17 @@ def test_a_version_is_stored_whole_again_at_a_start_and_nobody_swaps(settings: B
                 publish(publisher, 3, seed=4)
 
 
-def test_an_old_anchor_is_followed_by_another(settings: BusSettings) -> None:
+def test_old_anchor_is_followed_by_another(settings: BusSettings) -> None:
     with WeightPublisher(settings, MODEL, anchor_max_age_seconds=0.0) as publisher:
         assert [publish(publisher, version).base_version for version in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize("how", ["another namespace", "another run"])
-def test_a_strangers_versions_are_not_taken_though_the_same_key_signed_them(settings: BusSettings, how: str) -> None:
-    """Its manifest is copied here byte for byte; its chunks are here."""
+def test_versions_of_another_run_are_refused_despite_the_same_key(settings: BusSettings, how: str) -> None:
+    """The manifest of the other run is copied byte for byte, and its chunks exist."""
     with receiving(settings, KEY) as receiver:
-        stranger = WeightPublisher(settings, MODEL, key=KEY, run="other")
-        manifest = publish(stranger, 7)
+        other_publisher = WeightPublisher(settings, MODEL, key=KEY, run="other")
+        manifest = publish(other_publisher, 7)
         if how == "another namespace":
             write(settings, msgspec.structs.replace(manifest, run="other.:run"), key=KEY)
         assert receiver.refused(Refusal.STRANGER, WAIT_SECONDS) >= 1
@@ -206,13 +206,13 @@ def test_a_strangers_versions_are_not_taken_though_the_same_key_signed_them(sett
             assert publisher.next_version == 8, "nobody takes one run's number for another's"
             publish(publisher, 8)
         assert_equal(staged(receiver), tensors_of(8))
-        stranger.close()
+        other_publisher.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["its chunks are gone", "it builds on other bytes"])
-def test_a_break_in_a_chain_costs_one_anchor_and_not_one_a_version(settings: BusSettings, harm: str) -> None:
-    """Versions of fine steps, so that a delta is a small part of an anchor."""
+def test_broken_chain_costs_one_anchor_in_total(settings: BusSettings, harm: str) -> None:
+    """The versions change in small steps, so that a delta is a small part of an anchor."""
     generator = torch.Generator().manual_seed(5)
     master = tensors_of(0)
 
@@ -253,8 +253,8 @@ def test_a_break_in_a_chain_costs_one_anchor_and_not_one_a_version(settings: Bus
         assert fetched <= allowed, "an anchor was fetched again for the same break"
 
 
-def test_two_runs_that_share_a_store_leave_each_other_alone(settings: BusSettings, tmp_path: Path) -> None:
-    """Also where both have the same name on different brokers, and know nothing of each other."""
+def test_two_runs_in_one_store_do_not_interfere(settings: BusSettings, tmp_path: Path) -> None:
+    """This also holds for two runs of one name on different brokers."""
     other = BusSettings(settings.bootstrap, f"{settings.namespace}other.", settings.properties, settings.embedded)
     create_topics(other, Partitions(home=1, slots=1, samples=1, chunks=2))
     store = AnchorStore(str(tmp_path))
@@ -272,7 +272,7 @@ def test_two_runs_that_share_a_store_leave_each_other_alone(settings: BusSetting
 
 
 class NoDeleting(LocalFileSystem):  # type: ignore[misc]
-    """As a bucket that may be written and not cleaned; its driver raises what is no OSError."""
+    """A bucket that may be written and not cleaned. Its driver raises no OSError."""
 
     protocol = "nodeleting"
 
@@ -280,7 +280,7 @@ class NoDeleting(LocalFileSystem):  # type: ignore[misc]
         raise RuntimeError(f"AccessDenied: {path}")
 
 
-def test_a_store_that_cannot_be_cleaned_ends_nothing(settings: BusSettings, tmp_path: Path) -> None:
+def test_failed_store_cleanup_ends_no_trainer(settings: BusSettings, tmp_path: Path) -> None:
     fsspec.register_implementation("nodeleting", NoDeleting, clobber=True)
     with WeightPublisher(settings, MODEL, anchor_every=0, store=AnchorStore(f"nodeleting://{tmp_path}")) as publisher:
         for version in range(4):
@@ -294,7 +294,7 @@ def test_a_store_that_cannot_be_cleaned_ends_nothing(settings: BusSettings, tmp_
     assert named == {file.name for file in tmp_path.iterdir()}, "what still lies there is still named"
 
 
-def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_chunk_deletion_ends_no_trainer(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = BusSettings(settings.bootstrap, "nowhere.", settings.properties, settings.embedded)
     release = retention.delete_before  # type: ignore[attr-defined]
     monkeypatch.setattr(retention, "delete_before", lambda _, *needed, **options: release(nowhere, *needed, **options))
@@ -306,7 +306,7 @@ def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkey
 
 
 @kafka_first
-def test_a_version_at_which_anything_at_all_is_raised_gives_way_to_the_next_best(
+def test_version_with_any_exception_falls_back_to_the_next_best(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = receive.check_manifest  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def test_a_version_at_which_anything_at_all_is_raised_gives_way_to_the_next_best
         wait_until_refused(receiver, 3)
 
 
-def test_what_an_engine_cannot_hold_is_refused_unfetched_with_the_reason(settings: BusSettings) -> None:
+def test_version_unfit_for_the_engine_is_refused_unfetched_with_the_reason(settings: BusSettings) -> None:
     with receiving(settings, engine_dtype="bfloat16") as receiver:
         with WeightPublisher(settings, MODEL) as publisher:
             publish(publisher, 0)

@@ -1,4 +1,4 @@
-"""Two ranks of an FSDP2 trainer: each publishes what it owns, and one commits the version of both."""
+"""Two ranks of an FSDP2 trainer: each publishes its rows, and one commits the version of both."""
 
 import json
 import os
@@ -23,10 +23,10 @@ from tests.support.brokers import AnyBroker
 
 MODEL = "policy"
 START_SECONDS = 180.0
-"""For two processes with torch to start and publish, on a busy machine."""
+"""Time for two processes with torch to start and publish on a busy machine."""
 
 ROWS = 7
-"""Not even: one rank owns four, the other three."""
+"""An odd number: one rank owns four rows, the other three."""
 
 RANK = """
 import json, os, sys, time
@@ -63,14 +63,14 @@ os._exit(0)  # gloo's threads may still hold tensors, and torch aborts where one
 
 
 def model() -> torch.nn.Module:
-    """Any process makes the same."""
+    """Return the model, which is the same in every process."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(33, ROWS), torch.nn.LayerNorm(ROWS))
 
 
 @pytest.mark.long
 def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
-    """The first as an anchor in a store, a file each; the second as deltas on the log."""
+    """The first version is an anchor in a store with one file per rank, the second is deltas on the log."""
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""Large anchors in a store and deltas on the log: a receiver takes both, or keeps what it has."""
+"""Large anchors in a store and deltas on the log: a receiver takes both, or keeps its current version."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ def publish(publisher: WeightPublisher, version: int) -> WeightManifest:
     return publisher.publish(tensors_of(version).items(), version).result()
 
 
-def test_a_joiner_takes_the_anchor_from_the_store_and_deltas_from_the_log(
+def test_new_receiver_takes_the_anchor_from_the_store_and_deltas_from_the_log(
     settings: BusSettings, store: AnchorStore, tmp_path: Path
 ) -> None:
     with WeightPublisher(settings, MODEL, store=store) as publisher:
@@ -65,14 +65,14 @@ def test_a_joiner_takes_the_anchor_from_the_store_and_deltas_from_the_log(
         assert_equal(staged(receiver), tensors_of(1))
 
 
-def test_a_small_model_stays_on_the_log(settings: BusSettings, store: AnchorStore, tmp_path: Path) -> None:
+def test_small_model_stays_on_the_log(settings: BusSettings, store: AnchorStore, tmp_path: Path) -> None:
     with WeightPublisher(settings, MODEL, store=store, store_above_bytes=MODEL_BYTES) as publisher:
         assert publish(publisher, 0).files == ()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("harm", ["rotten", "cut short", "gone", "no store"])
-def test_an_anchor_that_is_not_what_the_manifest_says_is_refused(
+def test_anchor_unlike_its_manifest_is_refused(
     settings: BusSettings, store: AnchorStore, tmp_path: Path, harm: str
 ) -> None:
     publisher = WeightPublisher(settings, MODEL, store=store)
@@ -93,15 +93,13 @@ def test_an_anchor_that_is_not_what_the_manifest_says_is_refused(
         assert_equal(staged(receiver), tensors_of(1))
 
 
-def test_files_of_anchors_that_no_version_needs_are_deleted(
-    settings: BusSettings, store: AnchorStore, tmp_path: Path
-) -> None:
+def test_unneeded_anchor_files_are_deleted(settings: BusSettings, store: AnchorStore, tmp_path: Path) -> None:
     with WeightPublisher(settings, MODEL, anchor_every=0, store=store) as publisher:
         files = [publish(publisher, version).files[0] for version in range(4)]
     assert {file.name for file in tmp_path.iterdir()} == set(files[2:])
 
 
-def test_tensors_may_change_while_their_version_is_published(settings: BusSettings, store: AnchorStore) -> None:
+def test_tensors_may_change_during_publication(settings: BusSettings, store: AnchorStore) -> None:
     tensors = tensors_of(0)
     with WeightPublisher(settings, MODEL) as publisher:
         published = publisher.publish(tensors.items(), 0)
@@ -113,7 +111,7 @@ def test_tensors_may_change_while_their_version_is_published(settings: BusSettin
 
 
 class CountingWriter(Writer):
-    """Keeps the most bytes of chunks that ever were on their way to the broker."""
+    """A writer that tracks the largest number of unacknowledged chunk bytes."""
 
     on_their_way = 0
     most = 0
@@ -131,14 +129,14 @@ class CountingWriter(Writer):
         super().write(topic, record, on_delivery=delivered, **options)
 
 
-def test_an_anchor_waits_for_a_slow_uplink_instead_of_filling_memory(
+def test_anchor_waits_for_a_slow_uplink_instead_of_filling_memory(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_stores, "MAX_UNACKED_BYTES", 4 * chunk_stores.CHUNK_BYTES)
     writer = CountingWriter(settings, "test")
-    shelf = chunk_stores.LogChunkSink(writer, 2)
+    sink = chunk_stores.LogChunkSink(writer, 2)
     payload = bytes(20 * chunk_stores.CHUNK_BYTES)
-    stored = chunk_stores.put_payload(shelf, payload, model_id=MODEL, version=1, tensor="embed")
-    shelf.close()
+    stored = chunk_stores.put_payload(sink, payload, model_id=MODEL, version=1, tensor="embed")
+    sink.close()
     assert sorted((each.partition, each.offset) for each in stored) == [(p, o) for p in range(2) for o in range(10)]
     assert writer.most <= 4 * chunk_stores.CHUNK_BYTES

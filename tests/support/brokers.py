@@ -1,9 +1,9 @@
-"""The brokers that tests run on.
+"""Brokers that the tests run on.
 
 Keeps true
-- With ROSE_BOOTSTRAP the tests run on that broker alone and start none; else on the embedded broker and, with
-  KAFKA_HOME, on an Apache Kafka node too.
-- A test never sees what another left: it takes its own `namespace` before topics, groups and transactional ids.
+- With ROSE_BOOTSTRAP the tests use only that broker and start none. Otherwise they run on the embedded broker and, with
+  KAFKA_HOME, also on an Apache Kafka node.
+- A test never sees data of another test: each test takes its own `namespace` for topics, groups and transactional ids.
 """
 
 import logging
@@ -23,10 +23,10 @@ EXTERNAL, EMBEDDED, KAFKA = "external", "embedded", "kafka"
 KINDS = [EXTERNAL] if os.environ.get("ROSE_BOOTSTRAP") else [EMBEDDED, KAFKA]
 
 any_broker = pytest.mark.parametrize("broker_kind", KINDS[:1], indirect=True)
-"""Of a test to which all brokers are one: it needs one to run at all."""
+"""Mark of a test that needs some broker, and for which all brokers are equal."""
 
 IF_KAFKA = [pytest.mark.long] if os.environ.get("KAFKA_HOME") else []
-"""Marks of what `make test` leaves to `make test-long` where there is an Apache Kafka."""
+"""Marks of tests that `make test` leaves to `make test-long` if an Apache Kafka is installed."""
 
 kafka_first = pytest.mark.parametrize(
     "broker_kind",
@@ -35,26 +35,26 @@ kafka_first = pytest.mark.parametrize(
     else [pytest.param(KAFKA, marks=pytest.mark.slow), pytest.param(EMBEDDED, marks=[pytest.mark.slow, *IF_KAFKA])],
     indirect=True,
 )
-"""Of a test that shows on the embedded broker what it shows on Apache Kafka."""
+"""Mark of a test that shows the same on the embedded broker and on Apache Kafka."""
 
 embedded_first = pytest.mark.parametrize(
     "broker_kind",
     KINDS if EXTERNAL in KINDS else [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)],
     indirect=True,
 )
-"""Of a test that starts a broker of its own again and again, of which Apache Kafka's starts take most of the time."""
+"""Mark of a test that starts its own broker repeatedly, which takes most of its time on Apache Kafka."""
 
 best_broker = pytest.mark.parametrize(
     "broker_kind",
     KINDS if EXTERNAL in KINDS else [KAFKA if os.environ.get("KAFKA_HOME") else EMBEDDED],
     indirect=True,
 )
-"""Of a test of minutes of which the broker is the least: on Apache Kafka where there is one."""
+"""Mark of a test of minutes with little broker work. The test runs on Apache Kafka if one is installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalBroker:
-    """A broker that somebody else runs."""
+    """A broker that the tests do not start or stop."""
 
     bootstrap: str
     name: str = "external broker"
@@ -67,7 +67,7 @@ AnyBroker = Broker | ExternalBroker
 
 
 def clear(broker: AnyBroker, namespace: str) -> None:
-    """Delete the topics of a namespace. The embedded broker may be saving all that a test has left, for seconds."""
+    """Delete the topics of a namespace. The embedded broker may save the data of a test for some seconds first."""
     admin = AdminClient(broker.settings().client("tests"), logger=logging.getLogger("tests.support.brokers"))
     names = [name for name in admin.list_topics(timeout=WAIT_SECONDS).topics if name.startswith(namespace)]
     for deleted in admin.delete_topics(names).values() if names else ():
@@ -75,14 +75,14 @@ def clear(broker: AnyBroker, namespace: str) -> None:
 
 
 def flags(settings: BusSettings) -> tuple[str, ...]:
-    """What tells `rose` to reach the broker like this."""
+    """Return the `rose` options that name this broker."""
     properties = [word for name, value in settings.properties.items() for word in ("-X", f"{name}={value}")]
     embedded = ("--set", f"broker.embedded={str(settings.embedded).lower()}")
     return ("--bootstrap-server", settings.bootstrap, "--namespace", settings.namespace, *embedded, *properties)
 
 
 def home_of(kind: str) -> Path | None:
-    """What a broker of this kind is started with; skips the test where there is none to start."""
+    """Return the installation of a broker of this kind. Skip the test if there is none."""
     if EXTERNAL in KINDS:
         pytest.skip("ROSE_BOOTSTRAP names the broker to test on, which tests may neither start, kill nor fill")
     if kind == EMBEDDED:
@@ -94,7 +94,7 @@ def home_of(kind: str) -> Path | None:
 
 
 def start(kind: str, folder: Path) -> Broker:
-    """A broker of its own for the test that calls; skips the test where there is none to start."""
+    """Start a broker for the calling test. Skip the test if there is none to start."""
     home = home_of(kind)
     formatted = folder / "apache-kafka" / "log"
     if kind == KAFKA and _FORMATTED and not formatted.exists():
@@ -109,11 +109,12 @@ def start(kind: str, folder: Path) -> Broker:
 
 FORMATTED = ("meta.properties", "bootstrap.checkpoint")
 _FORMATTED: dict[str, bytes] = {}
-"""What formatting leaves in the folder of a node that is alone: done once, for it takes a Java of its own."""
+"""Files that formatting writes into the folder of a single node. Formatting runs once, because it starts its own JVM.
+"""
 
 
 def start_nodes(folder: Path) -> Cluster:
-    """Three nodes of Apache Kafka; skips the test where there is none to start."""
+    """Start three nodes of Apache Kafka. Skip the test if there is no installation."""
     home = home_of(KAFKA)
     assert home is not None
     return start_cluster(folder, kafka_home=home)

@@ -1,4 +1,4 @@
-"""What tests of readers and writers share: topics of few partitions, messages as any client writes them."""
+"""Fixtures for tests of readers and writers: topics with few partitions, and messages of any client."""
 
 import time
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ BAD = b"{ no prompt"
 
 
 def with_topics(settings: BusSettings) -> BusSettings:
-    """The same settings, once all topics are there."""
+    """Create all topics and return the same settings."""
     create_topics(settings, PARTITIONS)
     return settings
 
 
 def put(settings: BusSettings, values: Sequence[bytes], *, partition: int = 0) -> None:
-    """Messages as any client would write them, one after the other."""
+    """Produce messages in order, as any client would."""
     writer = Writer(settings, "test")
     for value in values:
         writer.forward(

@@ -1,4 +1,4 @@
-"""A small world of cells, and lenders that keep their leases by clocks of their own."""
+"""A simulation of cells and of lenders that count their leases by their own clocks."""
 
 from dataclasses import dataclass, field
 
@@ -70,14 +70,14 @@ def summary(*lines: ExecutorLine, waiting: int = 0, cell: int = 0, cells: int = 
 
 @dataclass
 class SimulatedLender:
-    """As it really is: it reads what is written, and counts its lease itself."""
+    """A lender that reads the written grants and counts its lease by itself."""
 
     wakes_in: float = 3.0
     until: float = 0.0
     comes_at: float | None = None
     busy: int = 0
     hand: bool | None = None
-    """What it was told by hand."""
+    """The manual grant of the lender; None if there is none."""
 
     def read(self, grant: CapacityGrant, now: float) -> None:
         lent = now < self.until
@@ -109,7 +109,7 @@ class ControlSimulation:
         return summary(DEDICATED, *(each.line(name, self.now) for name, each in self.lenders.items()), waiting=waiting)
 
     def second(self, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:
-        """One more, with a summary or without."""
+        """Advance the simulation by one second, with or without a summary."""
         self.now += 1.0
         if not silent:
             self.control.on_summary(self.summary(waiting), self.now)
@@ -121,9 +121,9 @@ class ControlSimulation:
                 self.lenders[grant.worker].read(grant, self.now)
             self.control.on_grant(grant.worker, grant, self.now)  # as it is read back from the log
         self.log += written
-        for worker, voice in self.control.expired_grants(self.now):
-            self.control.on_grant(worker, None, self.now, source=voice)
-            self.deleted.append((worker, voice))
+        for worker, grant_source in self.control.expired_grants(self.now):
+            self.control.on_grant(worker, None, self.now, source=grant_source)
+            self.deleted.append((worker, grant_source))
         return written
 
     def seconds(self, count: int, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:

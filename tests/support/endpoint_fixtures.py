@@ -1,4 +1,4 @@
-"""An endpoint that speaks as vLLM 0.32 does, with a policy of the transformers library behind it; and who lends it."""
+"""An HTTP endpoint that behaves as vLLM 0.32 with a transformers policy, and a lender of this endpoint."""
 
 import asyncio
 import json
@@ -29,46 +29,47 @@ MOST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Of a server, at one turn."""
+    """A fault of a server at one turn."""
 
     status: int
-    """0 breaks the connection."""
+    """HTTP status; 0 breaks the connection."""
     tokens: int = 0
-    """After which it comes, in the stream; else it is the answer."""
+    """Number of streamed tokens before the fault; 0 makes the fault the whole answer."""
 
 
 class ScriptedEndpoint:
-    """A server in this process; what it does wrong is set from outside, at any time."""
+    """A server in this process. A test can set its faults at any time."""
 
     def __init__(self, folder: Path, model: Any) -> None:
-        """`folder`: of the model, which it serves at first."""
+        """`folder` has the model that the server serves at first."""
         self.model = model
         self.folder = folder
         [self.port] = free_ports(1)
         self.token_seconds = 0.0
-        """Of sleep before each token."""
+        """Seconds of sleep before each token."""
         self.version: Any = {"version": "0.32.0"}
         self.tells_token_ids = True
         self.loads = True
-        """False says that it has loaded, and has not."""
+        """Whether a load takes effect. With False the server reports a load that did not happen."""
         self.answers_probes = True
-        """False answers them with nothing."""
+        """Whether probes are answered with tokens. With False the answers are empty."""
         self.sees_folders = True
         self.changed: dict[str, Any] = {}
-        """Of its model's configuration."""
+        """Changed fields of the model configuration."""
         self.instance = "first"
         self.turns = 0
-        """That it was asked for."""
+        """Number of requested turns."""
         self.faults: dict[int, Fault] = {}
-        """By the number of the turn, from 1 on."""
+        """Faults by the number of the turn, counted from 1."""
         self.loaded: list[str] = []
         self.pauses = 0
         self.answers = asyncio.Event()
         self.answers.set()
         self.says_paused = True
-        """False is paused as well, and says so when it goes on."""
+        """Whether a pause is reported at once. With False the server pauses too, and reports the pause once it
+        continues."""
         self.goes_on = asyncio.Event()
-        """Cleared while it is paused."""
+        """Cleared while the server is paused."""
         self.goes_on.set()
         self._runner: web.AppRunner | None = None
         self._loop = asyncio.new_event_loop()
@@ -83,7 +84,7 @@ class ScriptedEndpoint:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10.0)
 
     def stop(self) -> None:
-        """Broken off at once, whatever it was answering."""
+        """Stop at once, also during an answer."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10.0)
 
     def end(self) -> None:
@@ -93,11 +94,11 @@ class ScriptedEndpoint:
         self._loop.close()
 
     def pause(self) -> None:
-        """As a lender does before a load."""
+        """Pause, as a lender does before a load."""
         self._loop.call_soon_threadsafe(self.goes_on.clear)
 
     def hang(self, hangs: bool) -> None:
-        """Its engine does nothing any more, and whoever asks it waits."""
+        """Make the engine hang. Every request then waits."""
         self._loop.call_soon_threadsafe(self.answers.clear if hangs else self.answers.set)
 
     async def _start(self) -> None:
@@ -159,9 +160,9 @@ class ScriptedEndpoint:
         await self.answers.wait()
         if called["method"] == "check_health":
             return await _json({"results": [None]})
-        asked = called["kwargs"]
-        folder = Path(asked["weights_path"])
-        if not asked.get("is_checkpoint_format", True):
+        arguments = called["kwargs"]
+        folder = Path(arguments["weights_path"])
+        if not arguments.get("is_checkpoint_format", True):
             there = (
                 f"PolicyForCausalLM has no attribute `{VISIBILITY_TENSOR}`"
                 if self.sees_folders
@@ -174,8 +175,8 @@ class ScriptedEndpoint:
         return await _json({"results": [None]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        streams, context = asked.get("stream", False), asked["prompt"]
+        body = await request.json()
+        streams, context = body.get("stream", False), body["prompt"]
         response, fault = web.StreamResponse(), None
         if streams:
             self.turns += 1
@@ -192,11 +193,11 @@ class ScriptedEndpoint:
             await self.goes_on.wait()
             if fault is not None and len(tokens) == fault.tokens:
                 return await _ended(request, response, fault)
-            token, place = self._draw([*context, *tokens], asked)
+            token, place = self._draw([*context, *tokens], body)
             tokens.append(token)
             places.append(place)
-            stopped = token in asked["stop_token_ids"]
-            reason = "stop" if stopped else "length" if len(tokens) == asked["max_tokens"] else None
+            stopped = token in body["stop_token_ids"]
+            reason = "stop" if stopped else "length" if len(tokens) == body["max_tokens"] else None
             if streams:
                 first = {"prompt_token_ids": context} if len(tokens) == 1 else {}
                 await response.write(_line({**self._choice([token], [place], reason), **first}))
@@ -209,12 +210,12 @@ class ScriptedEndpoint:
         return response
 
     @torch.no_grad()
-    def _draw(self, context: list[int], asked: dict[str, Any]) -> tuple[int, dict[str, float]]:
-        """A token, and the likeliest ones behind it."""
+    def _draw(self, context: list[int], body: dict[str, Any]) -> tuple[int, dict[str, float]]:
+        """Return a token and the likeliest tokens with their logprobs."""
         logits = self.model(input_ids=torch.tensor([context])).logits[0, -1]
-        logprobs = torch.log_softmax(logits / (asked["temperature"] or 1.0), -1)
-        token = int(torch.multinomial(logprobs.exp(), 1) if asked["temperature"] else logprobs.argmax())
-        likeliest = [token, *logprobs.topk(asked["logprobs"]).indices.tolist()]
+        logprobs = torch.log_softmax(logits / (body["temperature"] or 1.0), -1)
+        token = int(torch.multinomial(logprobs.exp(), 1) if body["temperature"] else logprobs.argmax())
+        likeliest = [token, *logprobs.topk(body["logprobs"]).indices.tolist()]
         return token, {f"token_id:{each}": float(logprobs[each]) for each in likeliest}
 
     def _choice(self, tokens: list[int], places: list[dict[str, float]], reason: str | None) -> dict[str, Any]:
@@ -244,11 +245,11 @@ def _line(choice: dict[str, Any]) -> bytes:
 
 
 class Lending:
-    """`lend_endpoint` on a thread; ends as a process does, with a status."""
+    """`lend_endpoint` on a thread. It ends with an exit status, like a process."""
 
     def __init__(self, settings: BusSettings, policy: Path, endpoint: EndpointConfig) -> None:
-        self.said = ""
-        """Its last words."""
+        self.message = ""
+        """The last error message."""
         self._stop = Event()
         self._status: int | None = None
         config = ExecutorConfig(
@@ -267,7 +268,7 @@ class Lending:
             lend_endpoint(settings, config, endpoint, WeightsConfig(), self._stop)
             self._status = 0
         except RoseError as error:
-            self.said, self._status = str(error), error.exit_status
+            self.message, self._status = str(error), error.exit_status
 
     def poll(self) -> int | None:
         return self._status

@@ -1,4 +1,4 @@
-"""An engine beside the transformers model whose weights it should serve."""
+"""An engine and the transformers model whose weights the engine should serve."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from rose.workers.executor.vllm.types import EngineConfig, FinishedTurn
 from tests.support.policy_folders import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
 
 TOLERANCE = 1e-4
-"""Largest difference of two logprobs that counts as the same."""
+"""Largest difference of two logprobs that counts as equal."""
 
 BLOCK = 32
 MAX_MODEL_LEN = 256
@@ -27,7 +27,7 @@ MAX_RUNNING = 16
 
 
 @dataclass
-class Rig:
+class EngineFixture:
     """An engine, and the transformers model whose weights it should serve."""
 
     engine: Engine
@@ -36,7 +36,7 @@ class Rig:
     seed: int = 0
 
     def swap(self) -> None:
-        """To the next random policy, under the next version."""
+        """Swap to the next random policy under the next version."""
         self.seed += 1
         self.model = new_policy(self.seed, tied=self.tied)
         self.engine.swap(self.engine.version + 1, tensors_of(self.model).items())
@@ -55,12 +55,13 @@ class Rig:
         return self.drain()["only"]
 
     def clear(self) -> None:
-        """Abort what a test left."""
+        """Abort the turns that a test left."""
         for key in list(self.engine._turns):
             self.engine.abort(key)
 
     def check(self, seed: int, turns: int = 40) -> float:
-        """Many turns of different lengths together; the largest difference to transformers."""
+        """Run many turns of different lengths together. Return the largest difference to the logprobs of
+        transformers."""
         rng = random.Random(seed)
         contexts = {f"t{i}": contexts_of(rng, rng.randint(1, 150)) for i in range(turns)}
         for key, context in contexts.items():
@@ -69,16 +70,16 @@ class Rig:
                 self.engine.step()
         ended = [(contexts[key], turn) for key, turn in self.drain().items() if key in contexts]
         differences = torch.tensor([difference(self.model, context, turn) for context, turn in ended])
-        return float(differences.max())  # which is none where one of them is, as Python's own is not
+        return float(differences.max())  # torch returns NaN if one value is NaN; the built-in `max` does not
 
 
 @contextmanager
-def started_rig(folder: Path, *, tied: bool) -> Iterator[Rig]:
-    """A small policy, kept in the folder, and an engine that serves it as version 0."""
+def started_engine(folder: Path, *, tied: bool) -> Iterator[EngineFixture]:
+    """Save a small policy in the folder and start an engine that serves it as version 0."""
     model = new_policy(0, tied=tied)
     engine = Engine(folder_config(save_policy(folder, model), policy_version=0))
     with closing(engine):
-        yield Rig(engine, model, tied)
+        yield EngineFixture(engine, model, tied)
 
 
 def contexts_of(rng: random.Random, length: int) -> list[int]:

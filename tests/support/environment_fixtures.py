@@ -1,6 +1,6 @@
-"""A stage in front of an environment that misbehaves as it is told to, and jobs for it.
+"""A runner pool for an environment that misbehaves on command, and jobs for this pool.
 
-Keeps true: whoever leaves the stage finds every environment closed.
+Keeps true: when the pool closes, every environment is closed.
 """
 
 import asyncio
@@ -24,31 +24,31 @@ WAIT_SECONDS = 30.0
 
 
 class Panic(BaseException):
-    """As an extension module may raise it."""
+    """An exception that is not an Exception, as an extension module may raise it."""
 
 
-class Mute(Exception):
-    """Does not let itself be told."""
+class UnprintableError(Exception):
+    """An exception whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise RuntimeError
 
 
-class MuteRefusal(Mute, EnvironmentArgumentError):
+class UnprintableRefusal(UnprintableError, EnvironmentArgumentError):
     pass
 
 
 class Counter:
-    """Counts its steps; the action says how it behaves. An environment as a user might write it."""
+    """An environment as a user might write it. It counts its steps, and the action selects its behaviour."""
 
     held = 0
     restored = 0
     gate = threading.Event()
     blocks = threading.Event()
     text = ""
-    """What a step may show, and a reset that is asked for it."""
+    """Text that a step may show, and also a reset with the matching argument."""
     raises: BaseException | None = None
-    """What a step may raise, and any close."""
+    """Exception that a step and every close may raise."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -60,7 +60,7 @@ class Counter:
         if "break" in arguments:
             raise RuntimeError("no container")
         if "mute" in arguments:
-            raise MuteRefusal
+            raise UnprintableRefusal
         return self.text if "text" in arguments else f"seed {seed}"
 
     async def step(self, action: str) -> Step:
@@ -133,32 +133,33 @@ class Counter:
 
 
 class Freezing(asyncio.SelectorEventLoop):
-    """A loop whose process can be frozen."""
+    """An event loop whose process can be frozen."""
 
     ahead = 0.0
-    """Seconds that it was frozen for, all in all."""
+    """Seconds that the process was frozen in total."""
 
     def time(self) -> float:
         return super().time() + self.ahead
 
     async def freeze(self, *, looks: int) -> None:
-        """Return as soon as the process is awake again, after so many looks at whether this has."""
+        """Simulate a freeze of the process, and return after the given number of checks."""
         for _ in range(looks):
             self.ahead += runner_module.LOOK_SECONDS
-            for _ in range(5):  # turns of the loop, in which it is looked at
+            for _ in range(5):  # turns of the loop, in which the checks run
                 await asyncio.sleep(0)
         answer = self.create_future()
         self.call_soon(self.frozen, answer)
         await answer
 
     def frozen(self, answer: asyncio.Future[None]) -> None:
-        """The answer comes meanwhile."""
+        """Freeze the process while an answer arrives."""
         self.ahead += 3600.0
         self.call_soon(answer.set_result, None)
 
 
 class Blocking(Counter):
-    """Counted apart: what was left behind may still be closing while the next test runs."""
+    """An environment that blocks. Its instances are counted separately, because an instance may still close during the
+    next test."""
 
 
 @contextmanager
@@ -171,7 +172,7 @@ def pool_of(
     known = RunnerLimits(**{"max_live": 8, "timeout_seconds": WAIT_SECONDS, "max_context_tokens": 1024, **limits})
     turn_format = TurnFormat(folder)
     stage = RunnerPool(
-        lambda _kind, answer, life: ThreadRunner(turn_format, create, answer, known, generation=life), known
+        lambda _kind, answer, generation: ThreadRunner(turn_format, create, answer, known, generation=generation), known
     )
     stage.begin_generation(1)
     try:
@@ -194,7 +195,8 @@ def act(
     environment: str = "counter",
     stop: str | None = None,
 ) -> StepJob:
-    """`stop`: the last letter, by which the turn was asked to end; without one the model's own token ends it."""
+    """Return an act job. `stop` is the last letter, the requested stop token; without `stop` the token of the model
+    ends the turn."""
     tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in action]
     tokens += [END] if stop is None else []
     return StepJob(
@@ -209,7 +211,7 @@ def act(
 
 
 def answers(stage: RunnerPool, jobs: list[Job]) -> dict[str, JobResult]:
-    """What each job was answered."""
+    """Run jobs and return the answer to each."""
     stage.start(jobs)
     found: dict[str, JobResult] = {}
     while len(found) < len(jobs):
@@ -221,6 +223,6 @@ def answers(stage: RunnerPool, jobs: list[Job]) -> dict[str, JobResult]:
 
 
 def answers_of(stage: RunnerPool, jobs: list[Job]) -> dict[str, JobResult]:
-    """As `answers`, while others are in flight."""
+    """Return the answers to some jobs while others are in flight."""
     stage.start(jobs)
     return {job.trajectory_id: answer for job, answer in stage.results(WAIT_SECONDS)}

@@ -1,4 +1,4 @@
-"""What tests of environment workers over a broker share: the prompts, their undisturbed samples, and how to look."""
+"""Fixtures for environment workers on a broker: prompts, their undisturbed samples, and views of the topics."""
 
 from typing import Any
 
@@ -36,7 +36,8 @@ def finish(executors: ScriptedExecutors, count: int = GROUPS * SIZE) -> None:
 
 
 def once(executors: ScriptedExecutors) -> dict[str, Sample]:
-    """The essence of every sample. There is one of each trajectory, and what follows a turn follows its end."""
+    """Return the essence of every sample. Assert that each trajectory has one sample and that the records of a turn
+    follow its end."""
     executors.pump(0.5)
     for name, samples in executors.samples.items():
         tokens = unpack_tokens(samples[0].tokens)
@@ -48,7 +49,7 @@ def once(executors: ScriptedExecutors) -> dict[str, Sample]:
 
 
 def settle_all(executors: ScriptedExecutors) -> None:
-    """Give every sample its outcome, and each that comes from now on."""
+    """Settle every present and future sample."""
     executors.settles = True
     for samples in list(executors.samples.values()):
         executors.settle(samples[0])
@@ -57,7 +58,7 @@ def settle_all(executors: ScriptedExecutors) -> None:
 def produce(
     settings: BusSettings, *values: bytes, topic: Topic = PROMPTS, partition: int = 0, key: bytes | None = None
 ) -> None:
-    """Put messages into a partition as any producer may."""
+    """Produce messages into a partition as any producer may."""
     producer = Producer(settings.producer("stranger"))
     for value in values:
         producer.produce(settings.topic(topic), value=value, key=key, partition=partition)
@@ -65,7 +66,7 @@ def produce(
 
 
 def homes_of_members(settings: BusSettings) -> list[set[int]]:
-    """The prompt partitions of every member of a group that has settled."""
+    """Return the prompt partitions of every member of a settled consumer group."""
     client: AdminClient = connect(settings)
     name = settings.name(ENVIRONMENT_GROUP)
     group = client.describe_consumer_groups([name])[name].result()
@@ -78,13 +79,15 @@ def homes_of_members(settings: BusSettings) -> list[set[int]]:
     ]
 
 
-def letters(settings: BusSettings) -> list[DeadLetter]:
-    """Dead prompts, by place."""
-    return sorted(read_dead_letters(settings, PROMPTS), key=lambda letter: (letter.partition, letter.offset))
+def dead_letters(settings: BusSettings) -> list[DeadLetter]:
+    """Return the dead-lettered prompts, sorted by partition and offset."""
+    return sorted(
+        read_dead_letters(settings, PROMPTS), key=lambda dead_letter: (dead_letter.partition, dead_letter.offset)
+    )
 
 
 def groups(settings: BusSettings) -> dict[str, Group]:
-    """The newest record of every group."""
+    """Return the newest record of every group."""
     found: dict[str, Group] = {}
     for envelope in read_whole_topics(settings, [GROUPS_TOPIC]):
         assert isinstance(envelope.record, Group)

@@ -1,4 +1,4 @@
-"""Executors as their users start them, forked from a fork server that a test file shares."""
+"""Executors as users start them, forked from a fork server that a test file shares."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -30,33 +30,33 @@ from tests.support.policy_folders import new_policy, save_policy, tensors_of
 
 SLOT = 1
 WAIT_SECONDS = 120.0
-"""What has not come by then has been lost."""
+"""A record that has not arrived within this time is lost."""
 
 
 class Process(Protocol):
-    """What runs the executor."""
+    """The process of the executor."""
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return the exit status; None while the process runs."""
         ...
 
 
 @dataclass
 class Router:
-    """The executor's other side: publishes versions, dispatches turns, hears results and heartbeats."""
+    """The router side of an executor: publishes versions, dispatches turns, and reads results and heartbeats."""
 
     settings: BusSettings
     executor: "Process | None" = None
-    """Whose end is the end of waiting."""
+    """The executor process. Its end ends every wait."""
     key: Ed25519PrivateKey | None = None
-    """With which it signs versions."""
+    """Key that signs the versions."""
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.settings, "test")
         self.publisher = WeightPublisher(self.settings, "policy", key=self.key)
         self.reader = Reader(self.settings, "test", group="test")
         self.reader.assign({(HEARTBEATS, 0): 0, (COMPLETED, 0): 0, (COMPLETED, 1): 0})
-        self.beats: list[SlackHeartbeat] = []
+        self.heartbeats: list[SlackHeartbeat] = []
         self.results: list[TurnResult] = []
 
     def publish(self, model: Any, version: int, *, digest: bytes | None = None) -> None:
@@ -67,7 +67,7 @@ class Router:
         manifest = self.publisher.put(snapshot, version, step=version, published_at=time.time())
         if digest is not None:
             manifest = msgspec.structs.replace(manifest, digest=digest)
-            self.publisher = WeightPublisher(self.settings, "policy", key=self.key)  # builds on nothing forged
+            self.publisher = WeightPublisher(self.settings, "policy", key=self.key)  # skips forged versions
         sign_manifest(manifest, self.key).write(self.writer)
         self.writer.flush()
 
@@ -81,12 +81,12 @@ class Router:
         claim: int = 0,
         stop: tuple[int, ...] = (0,),
         attempt: int = 0,
-        begun: Part | None = None,
+        partial: Part | None = None,
         home: int = 1,
         **sampling: Any,
     ) -> TurnKey:
         request = self.request(name, context, home=home, max_tokens=max_tokens, stop_token_ids=stop, **sampling)
-        return self.send(request, incarnation=incarnation, claim=claim, attempt=attempt, begun=begun)
+        return self.send(request, incarnation=incarnation, claim=claim, attempt=attempt, partial=partial)
 
     def request(
         self,
@@ -112,7 +112,7 @@ class Router:
         )
 
     def log(self, request: TurnRequest) -> int:
-        """Put a request where its home is; its offset."""
+        """Write a request to its home partition; return its offset."""
         offsets: list[int] = []
         self.writer.write(
             REQUESTED,
@@ -133,7 +133,7 @@ class Router:
         incarnation: int | None = None,
         claim: int = 0,
         attempt: int = 0,
-        begun: Part | None = None,
+        partial: Part | None = None,
     ) -> TurnKey:
         wire = encode(request)
         record = TurnDispatch(
@@ -144,42 +144,44 @@ class Router:
             attempt=attempt,
             worker="executor-1",
             slot=SLOT,
-            incarnation=self.beats[-1].incarnation if incarnation is None else incarnation,
+            incarnation=self.heartbeats[-1].incarnation if incarnation is None else incarnation,
             claim=claim,
             dispatched_at=time.time(),
             cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
-            begun=begun,
+            begun=partial,
         )
         self.writer.write(DISPATCHED, record, key=request.trajectory_id, partition=SLOT)
         self.writer.flush()
         return record.key
 
     def lists(self, key: TurnKey) -> bool:
-        """Whether a heartbeat has said that it holds the turn: on a busy machine several come at once."""
+        """Whether a heartbeat has listed the turn. On a busy machine several heartbeats arrive at once."""
         execution = held_hash(key).to_bytes(8, "little")
-        return any(execution == beat.holds[at : at + 8] for beat in self.beats for at in range(0, len(beat.holds), 8))
+        return any(
+            execution == beat.holds[at : at + 8] for beat in self.heartbeats for at in range(0, len(beat.holds), 8)
+        )
 
     def until(self, met: Callable[[], bool]) -> None:
-        """Listen until it is so."""
+        """Read records until the condition holds."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not met():
             assert self.executor is None or self.executor.poll() is None, "the executor has ended"
-            assert time.monotonic() < deadline, (self.beats[-1:], self.results[-1:])
+            assert time.monotonic() < deadline, (self.heartbeats[-1:], self.results[-1:])
             for item in self.reader.read(100, 0.5):
                 assert isinstance(item, Envelope)
                 if isinstance(item.record, SlackHeartbeat):
-                    self.beats.append(item.record)
+                    self.heartbeats.append(item.record)
                 elif isinstance(item.record, TurnResult):
                     assert item.partition == item.record.home == 1
                     self.results.append(item.record)
 
     def serves(self, version: int) -> bool:
-        return bool(self.beats) and self.beats[-1].policy_version == version
+        return bool(self.heartbeats) and self.heartbeats[-1].policy_version == version
 
     def result(self, name: str, attempt: int = 0, turn: int = 0) -> TurnResult:
-        wanted = TurnKey(name, turn, attempt)
-        self.until(lambda: any(result.key == wanted for result in self.results))
-        return next(result for result in self.results if result.key == wanted)
+        values = TurnKey(name, turn, attempt)
+        self.until(lambda: any(result.key == values for result in self.results))
+        return next(result for result in self.results if result.key == values)
 
 
 def start_executor(
@@ -192,8 +194,9 @@ def start_executor(
     kv_cache_bytes: int,
     metrics_port: int = 0,
 ) -> ForkedProcess:
-    """`rose executor` of this inbox: its policy and its log are in the folder; `most_tokens` of one turn."""
-    wanted = {
+    """Start `rose executor` for this inbox with the policy in the folder. The log goes to the folder. `most_tokens`
+    bounds one turn."""
+    values = {
         "run.name": DEFAULT_RUN,
         "executor.slot": slot,
         "model.folder": save_policy(folder / f"model-{slot}", new_policy(0, tied=True)),
@@ -202,12 +205,12 @@ def start_executor(
         "executor.kv_cache_bytes": kv_cache_bytes,
         "metrics.port": metrics_port,
     }
-    said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    arguments = ("executor", f"--name=executor-{slot}", *flags(settings), *said)
+    settings_flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    arguments = ("executor", f"--name=executor-{slot}", *flags(settings), *settings_flags)
     return fork_server.start(arguments, name=f"executor-{slot}", log=folder / f"executor-{slot}.log")
 
 
 def engine_of(executor: ForkedProcess) -> int:
-    """The process that its engine lives in."""
+    """Return the process of the engine."""
     (child,) = Path(f"/proc/{executor.pid}/task/{executor.pid}/children").read_text().split()
     return int(child)

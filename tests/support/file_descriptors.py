@@ -1,12 +1,12 @@
-"""A process that has no descriptor left: none can be opened, and what is open serves on."""
+"""A process without free file descriptors: no file can be opened, and open files keep working."""
 
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 STANDARD = 3
-"""Input, output and errors are always open; poll(2) refuses more descriptors at once than the limit allows, and a
-thread that another test left may wait for one."""
+"""Input, output and errors are always open. poll(2) refuses more descriptors than the limit allows, and a thread of
+another test may be polling one."""
 
 
 @contextmanager

@@ -40,10 +40,10 @@ WANTED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""What many tests import, and whatever takes long."""
+"""Modules that many tests import, and every slow import."""
 
 MOST_BYTES = 1 << 16
-"""Of the code that a fork is asked to run."""
+"""Size limit of the code that a fork runs, in bytes."""
 
 ASK = """
 import socket, sys
@@ -53,11 +53,11 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
     socket.send_fds(line, [code.encode()], [0, 1, 2])
     line.recv(1)
 """
-"""To execnet this is a Python that it starts with `-u -c CODE`: a fork runs the code on these streams meanwhile."""
+"""execnet starts this program as a Python with `-u -c CODE`. A fork runs the code on the streams of this program."""
 
 
 class Fork:
-    """A process that was forked there."""
+    """A forked process."""
 
     def __init__(self, place: str, code: str, streams: Sequence[int]) -> None:
         """`streams` are its standard input, output and error."""
@@ -66,19 +66,20 @@ class Fork:
         socket.send_fds(self._line, [code.encode()], list(streams))
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the process has ended."""
         with self._line:
             self._line.recv(1)
 
 
 class Forks:
-    """Where they are forked."""
+    """The source of the forks."""
 
     def __init__(self, paths: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`paths`: the folders and files whose tests they run; `environment`: what they have besides this process's."""
+        """`paths` are the files and folders of the tests; `environment` has variables added to those of this
+        process."""
         self._folder = Path(tempfile.mkdtemp(prefix="rose-tests-"))
         self.place = str(self._folder / "forks")
-        """For `Fork`."""
+        """Socket path for `Fork`."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.bind(self.place)
             line.listen()
@@ -91,33 +92,33 @@ class Forks:
                 preexec_fn=die_with_parent(os.getpid(), signal.SIGKILL),
             )
         self.gateway = f"popen//python={shlex.join((sys.executable, '-S', '-c', ASK, self.place))}"
-        """Of execnet."""
+        """Gateway specification for execnet."""
 
     def close(self) -> None:
-        """End it; who was forked goes on."""
+        """End the source. Forked processes continue."""
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder)
 
 
 def fork_all(number: int, paths: Sequence[str]) -> None:
-    """Import, then fork for each who asks. What follows the loop runs in the forks."""
+    """Import the modules, then fork for each connection. The code after the loop runs in the forks."""
     for module in WANTED:
-        with suppress(Exception):  # whoever imports it again says why it cannot be
+        with suppress(Exception):  # the next import reports the error
             import_module(module)
-    pytest.main(["--collect-only", "-qq", *paths])  # what cannot be imported is told by those who run it
+    pytest.main(["--collect-only", "-qq", *paths])  # the test processes report tests that cannot be imported
     if threads := [f.read_text().strip() for f in Path("/proc/self/task").glob("*/comm")][1:]:
         sys.exit(f"importing the tests started threads that no fork would have ({threads}): import that in the tests")
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit statuses are not collected
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=number) as line:
         while True:
-            asked, _ = line.accept()
-            code, streams, _, _ = socket.recv_fds(asked, MOST_BYTES, 3)
+            connection, _ = line.accept()
+            code, streams, _, _ = socket.recv_fds(connection, MOST_BYTES, 3)
             if os.fork() == 0:
                 break
-            for descriptor in (asked.detach(), *streams):
+            for descriptor in (connection.detach(), *streams):
                 os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -125,5 +126,6 @@ def fork_all(number: int, paths: Sequence[str]) -> None:
         os.dup2(stream, standard)
         os.close(stream)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # siblings would draw the same; `random` sees to it itself
+        # otherwise all forks would draw the same numbers; `random` reseeds by itself
+        sys.modules["numpy"].random.seed()
     exec(code, vars(sys.modules["__main__"]))  # noqa: S102

@@ -1,6 +1,6 @@
-"""Messages of strangers: what somebody may write who has the right to write to one topic, and nothing else.
+"""Messages of a fuzzer: everything that a client with write access to one topic may write.
 
-Keeps true: a seed gives the same messages. Each is damaged, odd, forged or good in a way of its own.
+Keeps true: a seed gives the same messages. Each message is damaged, odd, forged or valid.
 """
 
 import random
@@ -25,14 +25,14 @@ NUMBERS = [-1, 0, 1, 2, 7, 255, 4096, 65_535, 65_536, 2**31 - 1, 2**31, 2**53, 2
 FLOATS = [0.0, -0.0, -1.0, 0.5, 1e-320, 1e-9, 1e12, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
 TEXTS = ["", "g-1", "g-2", "g-1:3", "g-1:0", "g-1:4096", "executor-0", FENCING_KEY, "\x1b[2J", "ä" * 40, "x" * 5_000]
 DEEP = (2, 40, 200, 900)
-"""How deep what is nested goes: the last is about as deep as a stack."""
+"""Depths of nested values. The largest is about the depth of a stack."""
 
 BOMBS = tuple(byte * (16 << 20) for byte in (b"\0", b"\x91", b"{"))
-"""Much out of little: a broker takes by the size that travels, which compressed is a thousandth of this."""
+"""Large values that compress to a thousandth of their size. The broker limits the compressed size."""
 
 
 class FuzzGenerator:
-    """Whoever writes; `message` says what comes next."""
+    """A generator of messages; `message` returns the next."""
 
     def __init__(self, seed: int, *, examples: tuple[Record, ...] = EXAMPLES) -> None:
         self.draw = random.Random(seed)
@@ -65,7 +65,7 @@ class FuzzGenerator:
         return self.draw.choice([None, b"", self.draw.randbytes(9), b"\xff" * 3, b"k" * 30_000])
 
     def headers(self, topic: Topic) -> tuple[tuple[str, bytes], ...]:
-        """None, ours, or anything under our names and others."""
+        """Return no headers, ROSE headers, or arbitrary headers under ROSE names and other names."""
         if self.draw.random() < 0.5:
             return ()
         assert topic.record is not None
@@ -78,7 +78,7 @@ class FuzzGenerator:
         return (own, *(pair for pair in odd if pair[0] != SCHEMA_HEADER or self.draw.random() < 0.1))
 
     def bomb(self) -> RawMessage:
-        """One of BOMBS, to be sent compressed."""
+        """Return one of BOMBS, which the caller sends compressed."""
         return RawMessage(b"bomb", self.draw.choice(BOMBS))
 
     def _plain_of(self, topic: Topic) -> Any:
@@ -89,7 +89,7 @@ class FuzzGenerator:
         return self._written(topic, self._plain_of(topic))
 
     def _damaged(self, topic: Topic) -> bytes:
-        """A good one with some bytes changed, cut off or put in."""
+        """Return a valid message with some bytes changed, removed or inserted."""
         wire = bytearray(self._good(topic))
         for _ in range(self.draw.choice([1, 1, 2, 8])):
             at = self.draw.randrange(len(wire))
@@ -105,7 +105,7 @@ class FuzzGenerator:
         return bytes(wire)
 
     def _odd(self, topic: Topic) -> bytes:
-        """A good one in which some values, wherever they stand, are odd."""
+        """Return a valid message with some odd values at any depth."""
         plain = self._plain_of(topic)
         for _ in range(self.draw.choice([1, 1, 2, 4])):
             self._change(plain)
@@ -131,7 +131,7 @@ class FuzzGenerator:
             return
 
     def _like(self, value: Any) -> Any:
-        """Something odd, mostly of the same kind, so that it may pass for one."""
+        """Return an odd value, mostly of the same kind, so that it may be accepted."""
         draw = self.draw
         if draw.random() < 0.1:
             return draw.choice([None, True, [], {}, "x", b"x", 1, self._nested()])
@@ -189,7 +189,7 @@ class FuzzGenerator:
 
 
 def send_garbage(port: int, seed: int, count: int) -> None:
-    """So many requests that are none to where metrics are served, and then one that is answered."""
+    """Send many invalid requests to a metrics server, and then a valid request that is answered."""
     draw = random.Random(seed)
     beginnings = [b"", b"GET ", b"GET /metrics HTTP/1.1\r\n", b"POST / HTTP/9.9\r\nContent-Length: 99999999999\r\n\r\n"]
     beginnings += [b"GET /" + b"a" * 70_000, b"\x16\x03\x01\x02\x00", b"GET /metrics?name[]=%ff HTTP/1.0\r\n\r\n"]
@@ -197,7 +197,7 @@ def send_garbage(port: int, seed: int, count: int) -> None:
         with socket.create_connection(("127.0.0.1", port), 10) as line:
             try:
                 line.sendall(draw.choice(beginnings) + draw.randbytes(draw.choice([0, 3, 200, 5_000])))
-            except OSError:  # it has hung up: that is its right
+            except OSError:  # the server may close the connection
                 continue
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert answer.status == 200 and b"rose_" in answer.read()

@@ -1,4 +1,4 @@
-"""What tests of a guest have serving and the guest do: the same prompts and turns, one after another or meanwhile."""
+"""Serving traffic and guest turns for tests of a guest: the same prompts and turns, in sequence or together."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import Resume, Suspend
 from rose.workers.executor.vllm.engine import Engine
-from tests.support.lender_server_fixtures import VOCABULARY, Answer, PlayedSidecar, Server
+from tests.support.lender_server_fixtures import VOCABULARY, Answer, ScriptedSidecar, Server
 
 PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
 SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
-"""A first turn so short that torch asks the kernel for no AMX tiles, which vLLM's bfloat16 attention then uses."""
+"""A first turn so short that torch does not request AMX tiles from the kernel, which the bfloat16 attention of vLLM
+then uses."""
 
 TURNS = [
     SHORT,
@@ -22,10 +23,10 @@ TURNS = [
 
 @contextmanager
 def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[int, Answer]]]:
-    """Requests one after another, meanwhile: which prompt, and what was answered."""
+    """Send serving requests in sequence during the block. Collect the prompt and the answer of each."""
     answers: list[tuple[int, Answer]] = []
     stop = threading.Event()
-    troubles: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def ask() -> None:
         number = 0
@@ -34,7 +35,7 @@ def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[
                 answers.append((number % len(PROMPTS), server.complete(PROMPTS[number % len(PROMPTS)])))
                 number += 1
         except BaseException as trouble:
-            troubles.append(trouble)
+            errors.append(trouble)
             raise
 
     client = threading.Thread(target=ask)
@@ -44,21 +45,21 @@ def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[
     finally:
         stop.set()
         client.join()
-    assert not troubles
+    assert not errors
 
 
 def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool:
     return all(answer.text == alone[prompt].text for prompt, answer in answers)
 
 
-def run_guest(beside: PlayedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
-    """TURNS one after another: tokens and logprobs."""
+def run_guest(sidecar: ScriptedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
+    """Run TURNS in sequence; return tokens and logprobs."""
     made = []
-    beside.awake()
+    sidecar.awake()
     for number, (context, sampling) in enumerate(TURNS):
-        beside.forget()
-        beside.take(f"turn {number}", context, sampling, version)
-        done = beside.done(1)[f"turn {number}"]
+        sidecar.forget()
+        sidecar.take(f"turn {number}", context, sampling, version)
+        done = sidecar.done(1)[f"turn {number}"]
         made.append((done.turn.sampled.tokens, done.turn.sampled.logprobs))
     return made
 
@@ -74,9 +75,9 @@ def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
     return made
 
 
-def wake_and_park(beside: PlayedSidecar) -> None:
-    beside.order(Resume())
-    beside.awake()
-    beside.order(Suspend())
-    assert beside.parked()
-    beside.forget()
+def wake_and_park(sidecar: ScriptedSidecar) -> None:
+    sidecar.send(Resume())
+    sidecar.awake()
+    sidecar.send(Suspend())
+    assert sidecar.parked()
+    sidecar.forget()

@@ -1,4 +1,4 @@
-"""A scheduler for a serving engine whose guest hangs for as long as a file is there."""
+"""A scheduler of a serving engine whose guest hangs while a file exists."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from tests.support.lender_server_fixtures import HANG
 
 
 class Hanging(Scheduler):  # type: ignore[misc]
-    """Stands in a server by `--scheduler-cls`."""
+    """The scheduler. A server selects it by `--scheduler-cls`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -1,6 +1,6 @@
-"""Roles of installations that lie beside each other: each start of a name is of the next one, in turn.
+"""Roles of several installations: each start of a name uses the next installation in turn.
 
-What an installation does not have, it takes from the environment of whoever runs this.
+Packages that an installation lacks come from the environment of the caller.
 """
 
 import os
@@ -14,15 +14,15 @@ from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 
 
 class InstalledVersions:
-    """A fork server for each installation. Use it from one thread that lives as long as the roles should."""
+    """A fork server for each installation. Use it from one thread that lives as long as the roles."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], sites: Sequence[Path]) -> None:
-        """`folder` is where roles run. Each of the `sites` is a folder that a wheel was installed into."""
+        """Roles run in `folder`. Each of the `sites` is a folder with an installed wheel."""
         self._fork_servers = [ForkServer(folder, {**environment, "PYTHONPATH": str(site)}) for site in sites]
         self._starts: Counter[str] = Counter()
 
     def start(self, arguments: Sequence[str], *, name: str, log: Path) -> ForkedProcess:
-        """Ask for a role with these arguments of `rose`; what it prints is appended to the log."""
+        """Start a role with these arguments of `rose`. Its output is appended to the log."""
         fork_server = self._fork_servers[self._starts[name] % len(self._fork_servers)]
         self._starts[name] += 1
         return fork_server.start(arguments, name=name, log=log)
@@ -34,7 +34,7 @@ class InstalledVersions:
 
 
 def build(source: Path, folder: Path) -> Path:
-    """The wheel of these sources, in this folder."""
+    """Build the wheel of these sources in this folder."""
     uv = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--out-dir", str(folder), str(source)]
     subprocess.run(uv, check=True)
     [wheel] = folder.glob("*.whl")
@@ -42,7 +42,7 @@ def build(source: Path, folder: Path) -> Path:
 
 
 def install(wheel: Path, site: Path) -> None:
-    """Install a wheel, without what it needs, into a folder of its own; its loops are compiled there, once."""
+    """Install a wheel without its dependencies into its own folder, and compile its loops there once."""
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(uv, check=True)
     warm = [
@@ -52,5 +52,5 @@ def install(wheel: Path, site: Path) -> None:
         "from rose.workers.weights import codec; codec.warm_up(); print(codec.__file__)",
     ]
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    told = subprocess.run(warm, env=environment, cwd=site, check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert Path(told.strip()).is_relative_to(site), f"{told.strip()} is not of {site}"
+    output = subprocess.run(warm, env=environment, cwd=site, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert Path(output.strip()).is_relative_to(site), f"{output.strip()} is not of {site}"

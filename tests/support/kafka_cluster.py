@@ -23,7 +23,7 @@ from rose.topics.local_broker import QUIET, SPARING_JAVA, Broker, BrokerFailed, 
 from rose.topics.settings import BusSettings
 
 CLUSTER_JAVA = ("-Xmx256m", *SPARING_JAVA)
-"""Java's options for each node of a cluster. The process takes about 330 MB."""
+"""Java options for each node of a cluster. The process takes about 330 MB."""
 
 LOOK_SECONDS = 0.2
 """Time between two checks whether the replicas are in sync."""

@@ -1,6 +1,6 @@
-"""A simulated server that lends: requests arrive by themselves, are batched, and a guest that always wants to compute.
+"""A simulation of a lending server: requests arrive and are batched, and a guest always has work.
 
-A pure simulation with seeded randomness: it tests a decision, and measures no machine.
+The simulation is pure and seeded. It tests a decision and measures no machine.
 """
 
 import random
@@ -21,12 +21,12 @@ GUEST_WANTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LenderSimulation:
-    """A load on a server: prompts of `prompt` tokens, answers of `answer` tokens on average."""
+    """The load of a server: prompts of `prompt` tokens and answers of `answer` tokens on average."""
 
     rate: float = 20.0
-    """Requests a second."""
+    """Requests per second."""
     burst: float = 1.0
-    """How many times as many in one second of five."""
+    """Factor on the rate in one second of five."""
     prompt: int = 64
     answer: int = 40
     base: float = 0.002
@@ -37,7 +37,7 @@ class LenderSimulation:
     duration: float = 40.0
 
     def arrivals(self, seed: int) -> Iterator[tuple[float, int]]:
-        """When, and how many tokens the answer will have; the same for every policy."""
+        """Return the arrival times and answer lengths; they are the same for every policy."""
         draw, now = random.Random(seed), 0.0
         while (now := now + draw.expovariate(self.rate * self.burst)) < self.duration:
             if int(now) % 5 == 0 or draw.random() < 1.0 / self.burst:
@@ -45,48 +45,52 @@ class LenderSimulation:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldRequest:
     """A request in the server."""
 
     arrived: float
     left: int
-    """Tokens of the answer to come."""
+    """Tokens of the answer that are still to come."""
     last: float = 0.0
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a run came to."""
+class SimulationResult:
+    """Result of a run."""
 
     occupancy: float
-    """Requests in the server, on average over time."""
+    """Average number of requests in the server over time."""
     guest_tokens: int
     longest_gap: float
-    """Seconds between two tokens of an answer, at most."""
+    """Largest time between two tokens of an answer, in seconds."""
     served: int
 
 
-def run(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
-    """Serve the load beside a guest under this dial; None serves alone."""
+def run(simulation: LenderSimulation, dial: float | None, seed: int) -> SimulationResult:
+    """Serve the load beside a guest under this dial; with None serve without a guest."""
     promise = Promise(ttft_seconds=0.5, tpot_seconds=0.03, yield_seconds=0.02, dial=dial or 0.0)
     admission = Admission(promise, serving_step_tokens=STEP_TOKENS)
-    coming, noise = deque(world.arrivals(seed)), random.Random(seed + 1)
-    waiting: deque[Held] = deque()
-    running: list[Held] = []
+    coming, noise = deque(simulation.arrivals(seed)), random.Random(seed + 1)
+    waiting: deque[HeldRequest] = deque()
+    running: list[HeldRequest] = []
     now = stays = longest = 0.0
     guest_tokens = served = 0
     while coming or waiting or running:
         if not running and not waiting and dial is None:
             now = max(now, coming[0][0])
         while coming and coming[0][0] <= now:
-            waiting.append(Held(*coming.popleft()))
-            admission.on_arrival(world.prompt, now)
+            waiting.append(HeldRequest(*coming.popleft()))
+            admission.on_arrival(simulation.prompt, now)
         if running or waiting:
             decoding = len(running)
-            while waiting and len(running) < world.slots and (len(running) - decoding) * world.prompt < STEP_TOKENS:
+            while (
+                waiting
+                and len(running) < simulation.slots
+                and (len(running) - decoding) * simulation.prompt < STEP_TOKENS
+            ):
                 running.append(waiting.popleft())
-            prompts = (len(running) - decoding) * world.prompt
-            seconds = (world.base + world.token * (prompts + decoding)) * noise.uniform(0.9, 1.1)
+            prompts = (len(running) - decoding) * simulation.prompt
+            seconds = (simulation.base + simulation.token * (prompts + decoding)) * noise.uniform(0.9, 1.1)
             now += seconds
             admission.on_serving_step(prompt_tokens=prompts, decoding=decoding, held=len(running), seconds=seconds)
             for held in running:
@@ -110,4 +114,4 @@ def run(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
             guest_tokens += tokens
             admission.guest.observe(tokens, seconds)
             admission.on_guest_run(held=moment.held, seconds=seconds)
-    return Seen(stays / now, guest_tokens, longest, served)
+    return SimulationResult(stays / now, guest_tokens, longest, served)

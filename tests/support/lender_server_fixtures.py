@@ -1,4 +1,4 @@
-"""A vLLM server in whose engine process a guest may run, and the sidecar, played by the test."""
+"""A vLLM server whose engine process may host a guest, and a scripted sidecar."""
 
 import http.client
 import json
@@ -40,21 +40,21 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "workers/models/calculator"
 VOCABULARY = 99
 NOTES = "LEND_WITNESS"
-"""The environment variable that names the witness's file of notes: one JSON object a line."""
+"""Environment variable with the path of the probe's notes file: one JSON object per line."""
 
 HANG = "LEND_HANG"
-"""The environment variable that names the file for as long as which a guest hangs (`lend_hang`)."""
+"""Environment variable with the path of a file. A guest hangs while the file exists (`lend_hang`)."""
 
 FAULT = "LEND_FAULT"
-"""The environment variable that names the file which says what fault a guest's rank has (`rank_witness`)."""
+"""Environment variable with the path of a file that names the fault of a guest rank (`rank_probe`)."""
 
 SERVING = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the model computes in the engine-core process, as on a GPU
-    "VLLM_LOGGING_LEVEL": "INFO",  # an engine of the test's own process has set another
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni` the model computes in the engine-core process, as on a GPU
+    "VLLM_LOGGING_LEVEL": "INFO",  # an engine of the test process may have set another level
     "OMP_NUM_THREADS": "1",
 }
 
@@ -63,7 +63,7 @@ ON_RANKS = (
     *("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp"),
     *("--worker-extension-cls", "tests.support.rank_probe.RankProbe"),
 )
-"""Flags of a server with a worker for each rank, that has a witness in it."""
+"""Flags of a server with one worker per rank and a probe in each worker."""
 
 STRICTLY = Promise()
 
@@ -72,7 +72,7 @@ Wanted = TypeVar("Wanted", bound=Report)
 
 @dataclass
 class Server:
-    """One, with what it was given."""
+    """A vLLM server with its configuration."""
 
     process: "subprocess.Popen[bytes]"
     port: int
@@ -88,19 +88,19 @@ class Server:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        """Of a server of several ranks, in their order."""
+        """Workers of a server of several ranks, in rank order."""
         children = self.core.children(recursive=True)
         return sorted((child for child in children if "Worker" in child.name()), key=lambda child: child.name())
 
-    def said(self, text: str) -> bool:
+    def has_logged(self, text: str) -> bool:
         return text in self.log.read_text()
 
-    def noted(self) -> list[dict[str, Any]]:
-        """What the witness saw, step by step."""
+    def step_notes(self) -> list[dict[str, Any]]:
+        """Return the notes of the probe, one per step."""
         return [json.loads(line) for line in self.notes.read_text().splitlines()]
 
     def complete(self, prompt: Sequence[int], tokens: int = 16) -> "Answer":
-        """One greedy, streamed completion."""
+        """Send one greedy, streamed completion request and return the answer."""
         body = {
             "model": "serving",
             "prompt": list(prompt),
@@ -127,22 +127,22 @@ class Server:
 class Answer:
     text: str = ""
     at: list[float] = field(default_factory=list)
-    """Seconds after the request, of each piece of the text."""
+    """Seconds after the request, for each piece of the text."""
 
 
-class PlayedSidecar:
-    """The sidecar: knocks, orders turns, hears reports."""
+class ScriptedSidecar:
+    """A scripted sidecar: connects, sends commands, reads reports."""
 
     def __init__(self, config: LendConfig) -> None:
         until(lambda: Path(config.socket).is_socket())
         self.end = connect(Path(config.socket))
-        self.orders = RingBuffer(self.end.channel.commands)
+        self.commands = RingBuffer(self.end.channel.commands)
         self.reports = RingBuffer(self.end.channel.reports)
-        self.heard: list[Report] = []
-        self.order(Resume())
+        self.received: list[Report] = []
+        self.send(Resume())
 
-    def order(self, word: Command) -> None:
-        MessageSender(self.orders).send(word)
+    def send(self, word: Command) -> None:
+        MessageSender(self.commands).send(word)
         self.end.channel.wake_engine()
 
     @property
@@ -150,46 +150,46 @@ class PlayedSidecar:
         return bool(select.select([self.end.connection], [], [], 0)[0])
 
     def take(self, name: str, context: Sequence[int], sampling: Sampling, version: int = -1) -> None:
-        self.order(SubmitTurn(name, pack_tokens(context), sampling, version))
+        self.send(SubmitTurn(name, pack_tokens(context), sampling, version))
 
-    def hear(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
-        """Wait until that many reports of a kind have come since the last `forget`."""
+    def wait_for_reports(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
+        """Wait until `count` reports of a kind have arrived since the last `forget`."""
         until(lambda: len(self._of(kind)) >= count)
         return self._of(kind)
 
     def done(self, count: int) -> dict[str, TurnFinished]:
-        return {done.turn.name: done for done in self.hear(TurnFinished, count)}
+        return {done.turn.name: done for done in self.wait_for_reports(TurnFinished, count)}
 
     def forget(self) -> None:
         self._read()
-        self.heard.clear()
+        self.received.clear()
 
     def awake(self) -> None:
-        """Wait until the guest lends: it is built beside serving, on ranks of a busy server for minutes."""
+        """Wait until the guest lends. On ranks of a busy server the build takes minutes."""
         until(lambda: bool(ticks := self._of(EngineStatus)) and not ticks[-1].suspended_reason, 4 * WAIT_SECONDS)
 
     def parked(self) -> str:
-        """Wait until there is no guest; why."""
+        """Wait until there is no guest; return the reason."""
         until(lambda: bool(ticks := self._of(EngineStatus)) and bool(ticks[-1].suspended_reason))
         return self._of(EngineStatus)[-1].suspended_reason
 
     def silent_for(self) -> float:
-        """Seconds until the next report of how the engine stands."""
+        """Return the seconds until the next status report of the engine."""
         self.forget()
         began = time.monotonic()
-        self.hear(EngineStatus)
+        self.wait_for_reports(EngineStatus)
         return time.monotonic() - began
 
     def _of(self, kind: type[Wanted]) -> list[Wanted]:
         self._read()
-        return [report for report in self.heard if isinstance(report, kind)]
+        return [report for report in self.received if isinstance(report, kind)]
 
     def _read(self) -> None:
-        self.heard += [REPORT_DECODER.decode(message) for message in self.reports.read()]
+        self.received += [REPORT_DECODER.decode(message) for message in self.reports.read()]
 
 
 def server_flags(port: int) -> list[str]:
-    """vLLM's, of a small server on a CPU."""
+    """Return the vLLM flags of a small server on a CPU."""
     where = ["--served-model-name", "serving", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     memory = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(32 << 20), "--seed", "0"]
     sizes = ["--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
@@ -200,7 +200,8 @@ def server_flags(port: int) -> list[str]:
 def lending_server(
     folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY, **sizes: Any
 ) -> Iterator[Server]:
-    """With the shipped policy as serving's model and as the guest's; `sizes` are fields of its LendConfig."""
+    """Start a server with the shipped policy as the model of serving and guest. `sizes` are fields of its
+    LendConfig."""
     small: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_turns": 8,

@@ -1,4 +1,4 @@
-"""A scheduler for a serving engine, that notes at each step what the process looks like to it."""
+"""A scheduler of a serving engine that notes the state of the process at each step."""
 
 import gc
 import hashlib
@@ -27,10 +27,10 @@ from tests.support.lender_server_fixtures import NOTES
 
 
 class LendingProbe(Scheduler):  # type: ignore[misc]
-    """Stands in a server by `--scheduler-cls`; a note: when, whether a guest is being built, whether a step of one
-    stands still meanwhile, a digest of what is seen.
+    """The scheduler. A server selects it by `--scheduler-cls`. A note has the time, whether a guest is being built,
+    whether a guest step is paused, and a digest of the process state.
 
-    What is seen for the first time is in the note itself.
+    A state that is seen for the first time is part of the note.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -57,7 +57,7 @@ class LendingProbe(Scheduler):  # type: ignore[misc]
 
 
 def process_state(log_levels: Mapping[str, int]) -> dict[str, Any]:
-    """What the process looks like, with the levels of these loggers."""
+    """Return the state of the process, with the levels of these loggers."""
     return {
         "environment": dict(os.environ),
         "default dtype": str(torch.get_default_dtype()),

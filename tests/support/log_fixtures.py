@@ -1,4 +1,4 @@
-"""A log written by hand: what the commands that look at one must tell of it."""
+"""A log written by hand for tests of commands that read the log."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ GROUP_SIZE = 2
 
 
 class Log:
-    """Writes the records of a run, one after another. Times are in unix seconds, small ones."""
+    """Writes the records of a run in order. Times are small numbers of unix seconds."""
 
     def __init__(self, settings: BusSettings) -> None:
         create_topics(settings, PARTITIONS)
@@ -45,7 +45,7 @@ class Log:
         self.writer = Writer(settings, "log-kit")
 
     def prompt(self, group_id: str, *, partition: int | None = None, key: str | None = None) -> int:
-        """Submit a prompt into its home, or somewhere else; where it lies there."""
+        """Submit a prompt to its home or to another partition; return its offset."""
         prompt = Prompt(group_id=group_id, group_size=GROUP_SIZE, environment="calculator", seed=1)
         return self.put(PROMPTS, prompt, partition=self.home(group_id) if partition is None else partition, key=key)
 
@@ -98,8 +98,10 @@ class Log:
 
     def dispatch(self, request: TurnRequest) -> None:
         example = next(record for record in EXAMPLES if isinstance(record, TurnDispatch))
-        asked, queued_at = msgspec.Raw(encode(request)), request.requested_at + 0.02
-        record = msgspec.structs.replace(example, asked=asked, home=request.home, attempt=0, queued_at=queued_at)
+        request_bytes, queued_at = msgspec.Raw(encode(request)), request.requested_at + 0.02
+        record = msgspec.structs.replace(
+            example, asked=request_bytes, home=request.home, attempt=0, queued_at=queued_at
+        )
         self.put(DISPATCHED, record, partition=record.slot, key=request.trajectory_id)
 
     def result(self, request: TurnRequest) -> TurnResult:
@@ -142,7 +144,7 @@ class Log:
         self.put(HEARTBEATS, record, key=record.worker)
 
     def put(self, topic: Topic, record: Record, *, partition: int | None = None, key: str | None = None) -> int:
-        """Write one record and wait until it is stored; its offset."""
+        """Write one record and wait until it is stored; return its offset."""
         offsets: list[int] = []
         self.writer.write(
             topic, record, key=key or "", partition=partition, on_delivery=lambda _, offset: offsets.append(offset)

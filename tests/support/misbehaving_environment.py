@@ -1,4 +1,4 @@
-"""An environment that does to its process what an action says, as native code and careless authors do."""
+"""An environment that changes its process as an action requests, like native code or careless authors."""
 
 import asyncio
 import ctypes
@@ -22,7 +22,7 @@ from rose.workers.environments.protocol import JsonValue, Step
 NAME = "tests.support.misbehaving_environment:Wild"
 
 FOLDER = "WILD_FOLDER"
-"""The variable that names where environments leave files, and wait for them."""
+"""Environment variable with the folder in which environments write files and wait for files."""
 
 
 def end_at_once() -> None:
@@ -63,13 +63,13 @@ def sleep_for_a_moment() -> None:
 
 
 def start_children() -> None:
-    """One in its group, one in a session of its own, one whose parent is gone."""
+    """Start a child in the same process group, a child in its own session, and an orphan."""
     for command, apart in (("sleep 3600", False), ("sleep 3600", True), ("sleep 3600 & sleep 3600 & echo", False)):
         subprocess.Popen(["sh", "-c", command], start_new_session=apart, stdout=subprocess.DEVNULL)
 
 
 def share_memory() -> None:
-    """Let go by nobody; its name is left in a file."""
+    """Create shared memory that is never released; write its name to a file."""
     memory = SharedMemory(create=True, size=4096)
     (Path(os.environ[FOLDER]) / "memory").write_text(memory.name)
 
@@ -80,7 +80,7 @@ def share_memory_and_end() -> None:
 
 
 def start_a_tidy_child() -> None:
-    """It tidies up when it is asked to end."""
+    """Start a child that cleans up on SIGTERM."""
     folder = os.environ[FOLDER]
     tidies = f"trap 'touch {folder}/tidied; exit' TERM; touch {folder}/traps; while :; do sleep 0.05; done"
     subprocess.Popen(["sh", "-c", tidies], stdout=subprocess.DEVNULL)
@@ -94,7 +94,7 @@ def change_folder() -> None:
 
 
 def guard() -> None:
-    """As graders of generated code do."""
+    """Disable functions, as graders of generated code do."""
     for module, names in ((os, ("kill", "unlink", "_exit", "stat")), (shutil, ("rmtree",)), (subprocess, ("Popen",))):
         for name in names:
             setattr(module, name, None)
@@ -138,20 +138,20 @@ def set_policy() -> None:
     asyncio.set_event_loop_policy(WithoutWatcher())
 
 
-class Late(Exception):
-    """What took too long."""
+class TookTooLong(Exception):
+    """Raised for code that took too long."""
 
 
 def too_late(*_: object) -> None:
-    raise Late("it took too long")
+    raise TookTooLong("it took too long")
 
 
 def bound_by_a_signal() -> None:
-    """As graders of answers do."""
+    """Bound the time of a call by an alarm signal, as graders of answers do."""
     before = signal.signal(signal.SIGALRM, too_late)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
-        with suppress(Late):
+        with suppress(TookTooLong):
             while True:
                 sum(range(9))
     finally:
@@ -184,13 +184,13 @@ def reap_children() -> None:
 
 
 def not_wait_for_readers() -> None:
-    """As ssh and node do to what they were handed."""
+    """Make inherited descriptors non-blocking, as ssh and node do."""
     for number in (1, 2):
         os.set_blocking(number, False)
 
 
 def fork(end: Callable[[], None]) -> None:
-    """The child ends as `end` does; the parent waits for nobody."""
+    """Fork. The child ends as `end` does, and the parent does not wait."""
     if os.fork() == 0:
         end()
 
@@ -260,7 +260,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     "pool": take_the_pool,
     "policy": set_policy,
 }
-"""What goes on in a process, which is that of others as well."""
+"""Process-wide effects, which other environments of the process share."""
 
 DEEDS: dict[str, Callable[[], None]] = {
     "end": end_at_once,
@@ -285,7 +285,7 @@ DEEDS: dict[str, Callable[[], None]] = {
 
 
 class Wild:
-    """Counts its steps."""
+    """An environment that counts its steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -344,7 +344,7 @@ class Wild:
         return Step(observation=str(self.steps), reward=1.0, done=action == "done")
 
     async def capture(self) -> None:
-        """Raise if what is printed is not all that was, as code interpreters run what a policy wrote."""
+        """Capture printed output, as code interpreters do. Raise if the captured output is incomplete."""
         printed = io.StringIO()
         with redirect_stdout(printed):
             for _ in range(3):
@@ -353,7 +353,7 @@ class Wild:
         assert printed.getvalue() == f"{id(self)}\n" * 3, printed.getvalue()
 
     async def use(self) -> None:
-        """Raise if the process is not what it was."""
+        """Raise if the process state has changed."""
 
         def depth(left: int) -> int:
             return depth(left - 1) if left else 0

@@ -1,4 +1,4 @@
-"""A tiny random policy of every architecture that transformers and vLLM share, and an engine that plays it."""
+"""A tiny random policy of every architecture that transformers and vLLM share, and an engine that runs the policy."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ from rose.workers.weights.assembly import Assembly
 from rose.workers.weights.checks import check_manifest
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import folder_shapes
-from tests.support.weights_fixtures import Shelf
+from tests.support.weights_fixtures import MemoryChunkSink
 
 Turn = tuple[list[int], list[float]]
 """Sampled tokens and their logprobs."""
@@ -42,15 +42,14 @@ TINY = {
     ("bos_token_id", "eos_token_id", "pad_token_id"): 1,
     ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"): 1e-3,
 }
-"""What makes a configuration small, under the names that configurations have for it. What norms add is large: one that
-adds another number than config.json says is seen in the logprobs.
-"""
+"""Small values for size fields under all their names. The epsilon of norms is large, so that an engine with another
+epsilon than config.json gives different logprobs."""
 
 LATENT = {"qk_rope_head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-"""Latent attention whose turned part is `head_dim` long, and experts in one group after one layer without."""
+"""Latent attention with a rotary part of `head_dim`, and experts in one group after one dense layer."""
 
 OWN: dict[str, dict[str, Any]] = {
-    "cohere2": {"sliding_window": 160},  # contexts have to stay within it, as within the next two
+    "cohere2": {"sliding_window": 160},  # contexts stay within the window here and in the next two
     "cohere2_moe": {"sliding_window": 160},
     "qwen2_moe": {"sliding_window": 160},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 256},
@@ -61,9 +60,9 @@ OWN: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "longcat_flash": {"qk_rope_head_dim": 32},
-    "mimo_v2_flash": {"num_key_value_heads": 1},  # layers with a window have twice as many
+    "mimo_v2_flash": {"num_key_value_heads": 1},  # layers with a window have twice as many heads
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "gpt_oss": {"rms_norm_eps": 1e-5},  # vLLM computes with no other, nor of olmoe
+    "gpt_oss": {"rms_norm_eps": 1e-5},  # vLLM supports only this value, here and in olmoe
     "olmoe": {"rms_norm_eps": 1e-5},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
@@ -72,11 +71,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "num_experts": None},
 }
-"""What single ones want besides."""
+"""Additional fields of single architectures."""
 
 
 def tiny_policy(kind: str, folder: Path, **own: Any) -> Any:
-    """A model of this type, saved in the folder as transformers saves it; its weights far from uniform."""
+    """Save a model of this type in the folder as transformers saves it. Its distributions are far from uniform."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -92,7 +91,7 @@ def tiny_policy(kind: str, folder: Path, **own: Any) -> Any:
 
 
 def train(model: Any) -> None:
-    """Make it another policy."""
+    """Change the weights of the model."""
     torch.manual_seed(1)
     _disturb(model, lambda parameter: parameter * (1 + 0.3 * torch.randn_like(parameter)))
 
@@ -104,22 +103,23 @@ def _disturb(model: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def sent(folder: Path, versions: Sequence[FolderTensors]) -> dict[str, Tensor]:
-    """The last of these versions as a receiver has it that knows the folder: the first is whole, others are deltas."""
-    shelf, assembly, shapes = Shelf(), Assembly(None, None), folder_shapes(folder)
+    """Return the last of these versions as received by a receiver that knows the folder: first an anchor, then
+    deltas."""
+    sink, assembly, shapes = MemoryChunkSink(), Assembly(None, None), folder_shapes(folder)
     before = None
     for version, tensors in enumerate(versions):
         now = {name: tensor.detach().clone() for name, tensor in tensors}
-        manifest = shelf.store(now, version, base=before, base_version=version - 1, chunk_bytes=1 << 16)
+        manifest = sink.store(now, version, base=before, base_version=version - 1, chunk_bytes=1 << 16)
         check_manifest(manifest, shapes, engine_dtype="float32")
-        assembly.add(manifest, shelf.fetch)
+        assembly.add(manifest, sink.fetch)
         before = now
     return assembly.done.tensors
 
 
-def played(folder: Path, version: dict[str, Tensor]) -> tuple[Turn, Turn]:
-    """A turn of an engine with the folder's weights and one with those of the version.
+def run_turns(folder: Path, version: dict[str, Tensor]) -> tuple[Turn, Turn]:
+    """Run a turn with the weights of the folder and a turn with the weights of the version.
 
-    In a process of its own: vLLM changes the classes of transformers that it runs itself. Raises UsageError.
+    The turns run in another process, because vLLM changes the transformers classes that it uses. Raises UsageError.
     """
     answer = _forked(lambda: _play(folder, version))
     if "refused" in answer:

@@ -1,4 +1,4 @@
-"""A collector: OTLP over HTTP, decoded as OpenTelemetry's own messages say."""
+"""A trace collector: OTLP over HTTP, decoded with OpenTelemetry's own messages."""
 
 import gzip
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One span as it came."""
+    """One received span."""
 
     trace: str
     span: str
@@ -30,14 +30,14 @@ class Received:
 
 @dataclass(slots=True)
 class Collector:
-    """What came so far."""
+    """All received spans."""
 
     endpoint: str
     spans: list[Received] = field(default_factory=list)
 
     @property
     def traces(self) -> dict[str, list[Received]]:
-        """Spans by their trace; one that was told twice counts once."""
+        """Return the spans by trace; a span received twice counts once."""
         found: dict[str, dict[str, Received]] = {}
         for span in self.spans:
             found.setdefault(span.trace, {})[span.span] = span
@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """A collector on loopback, for as long as the block runs."""
+    """Run a collector on loopback for the duration of the block."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,4 +1,4 @@
-"""Small random policies as model folders, and what transformers says about their tokens."""
+"""Small random policies as model folders, and their logprobs in transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ VOCABULARY = 48
 
 
 def new_policy(seed: int, *, tied: bool) -> Any:
-    """A Qwen3 model of 0.45M parameters, 4 layers; weights large enough that its distributions are far from uniform."""
+    """Return a Qwen3 model of 0.45M parameters in 4 layers, with distributions far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -30,7 +30,7 @@ def new_policy(seed: int, *, tied: bool) -> Any:
 
 
 def new_mixture(seed: int) -> Any:
-    """A Qwen3 mixture of experts of one layer."""
+    """Return a Qwen3 mixture of experts with one layer."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -56,13 +56,13 @@ def save_policy(folder: Path, model: Any) -> Path:
 
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
-    """A version of its own: later changes of the model do not reach it."""
+    """Return a copy of the tensors, which later changes of the model do not affect."""
     return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
 
 @torch.no_grad()
 def logprobs_of(model: Any, context: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-    """What transformers gives for each of `tokens` after `context`."""
+    """Return the logprobs of transformers for each of `tokens` after `context`."""
     ids = torch.tensor([[*context, *tokens]])
     logits = model(input_ids=ids).logits[0, len(context) - 1 : -1] / temperature
     return torch.log_softmax(logits, -1).gather(-1, ids[0, len(context) :, None])[:, 0]

@@ -1,4 +1,4 @@
-"""What stands in each worker of a tensor-parallel server: a witness of serving's steps, and faults of the guest."""
+"""Probe in each worker of a tensor-parallel server: notes on serving steps, and faults of the guest."""
 
 import json
 import logging
@@ -19,15 +19,16 @@ from tests.support.lender_server_fixtures import FAULT, NOTES
 from tests.support.lending_probe import process_state
 
 FAULTY = 1
-"""The rank that has them."""
+"""The rank with the faults."""
 
 
 class RankProbe:
-    """By `--worker-extension-cls`: vLLM imports this module in each worker, before it makes the worker."""
+    """The worker extension for `--worker-extension-cls`. vLLM imports this module in each worker before it builds the
+    worker."""
 
 
-class _Notes:
-    """One file a rank; a note is the process's state before each of serving's steps, told where it is another."""
+class StepNotes:
+    """One notes file per rank. A note is the process state before a serving step, written when the state changes."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -43,14 +44,14 @@ class _Notes:
         self._file.write(json.dumps({"building": building, "changed": changed}) + "\n")
 
 
-_notes: list[_Notes] = []
+_notes: list[StepNotes] = []
 _execute, _all_reduce, _writing = CPUWorker.execute_model, GroupCoordinator.all_reduce, weights.write_version
 
 
 def _execute_noted(worker: Any, scheduled: Any) -> Any:
-    """The first worker of the process is serving's."""
+    """Note the state before each step of the first worker of the process, which is the serving worker."""
     if not _notes:
-        _notes.append(_Notes(worker))
+        _notes.append(StepNotes(worker))
     if _notes[0].worker is worker:
         _notes[0].step()
     return _execute(worker, scheduled)

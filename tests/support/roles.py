@@ -1,6 +1,6 @@
-"""`rose` in processes that import next to nothing: forked from one fork_server for all tests that a process runs.
+"""`rose` in processes that import almost nothing, forked from one fork server per test process.
 
-Keeps true: what must die or freeze is a process, and it dies by SIGKILL: nothing is flushed, committed or said goodbye.
+Keeps true: a role is a process. A kill is SIGKILL: nothing is flushed or committed.
 """
 
 import json
@@ -24,13 +24,13 @@ from tests.support.brokers import flags
 from tests.support.forked_processes import Fork
 
 STOP_SECONDS = 60.0
-"""A role that was asked to stop and is not gone by then hangs."""
+"""A role that has not exited this long after SIGTERM hangs."""
 
 COMMAND_SECONDS = 120
-"""A command that is not done by then hangs."""
+"""A command that takes longer hangs."""
 
 place_of_forks: str | None = None
-"""Where forks can be asked for, that have imported everything; None: nowhere."""
+"""Address of a fork source that has imported all modules; None if there is none."""
 
 NURSE = """
 import os
@@ -59,7 +59,7 @@ main()
 
 
 class SharedForkServer(ForkServer):
-    """A fork server that is such a fork."""
+    """A fork server that is itself such a fork."""
 
     def _open(self, output: int) -> None:
         assert place_of_forks is not None
@@ -71,7 +71,7 @@ class SharedForkServer(ForkServer):
 
 @cache
 def fork_server() -> ForkServer:
-    """It ends with this process. It has what every command imports."""
+    """Return the fork server of this process, with the imports of every command."""
     kind = ForkServer if place_of_forks is None else SharedForkServer
     opened = kind(environment=_inherited())
     opened.start(("router", "--help"), name="router", log=Path(os.devnull))
@@ -79,7 +79,7 @@ def fork_server() -> ForkServer:
 
 
 def started(*arguments: str, folder: Path | None = None, **environment: str) -> CompletedProcess[str]:
-    """A command that ends by itself, in a process that begins from nothing."""
+    """Run a command in a new Python process and wait for its end."""
     return subprocess.run(
         [sys.executable, "-m", "rose.pipeline.cli.main", *arguments],
         cwd=folder,
@@ -92,7 +92,7 @@ def started(*arguments: str, folder: Path | None = None, **environment: str) -> 
 
 
 def rose(*arguments: str) -> CompletedProcess[str]:
-    """The same in a process that was forked, where there is one to fork."""
+    """Run a command in a forked process if a fork source exists."""
     if place_of_forks is None:
         return started(*arguments)
     with tempfile.TemporaryDirectory() as name:
@@ -109,32 +109,33 @@ def rose(*arguments: str) -> CompletedProcess[str]:
 def role_process(
     command: str, settings: BusSettings, number: int, config: Mapping[str, object], *, log: Path | None = None
 ) -> Iterator[ForkedProcess]:
-    """A role on this broker with these settings, `section.field` and value; killed at the end if it still runs.
+    """Run a role on this broker with these settings (`section.field` and value). A role that still runs at the end is
+    killed.
 
-    What it prints is appended to `log`.
+    Its output is appended to `log`.
     """
     values = {key: json.dumps(value) if isinstance(value, list) else str(value) for key, value in config.items()}
-    said = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     with tempfile.TemporaryDirectory() as folder:
         output = log or Path(folder) / "log"
-        arguments = (command, f"--number={number}", *flags(settings), *said)
+        arguments = (command, f"--number={number}", *flags(settings), *options)
         role = fork_server().start(arguments, name=f"{command}-{number}", log=output)
         try:
             yield role
         finally:
             kill(role)
-            print(output.read_text(), end="")  # of a test that fails: why the role ended
+            print(output.read_text(), end="")  # shows in a failed test why the role ended
 
 
 def stop(role: ForkedProcess) -> None:
-    """Ask it to stop, if it still runs, and wait until it has ended well."""
+    """Send SIGTERM if the role still runs, and assert that it exits with status 0."""
     if role.poll() is None:
         role.send_signal(signal.SIGTERM)
         assert role.wait(STOP_SECONDS) == 0
 
 
 def kill(role: ForkedProcess) -> None:
-    """kill -9, and wait until it is gone."""
+    """Send SIGKILL and wait for the end of the process."""
     role.send_signal(signal.SIGKILL)
     role.wait()
 
@@ -148,5 +149,5 @@ def thaw(role: ForkedProcess) -> None:
 
 
 def _inherited() -> dict[str, str]:
-    """The environment of whoever runs the tests, less what it says to `rose`."""
+    """Return the environment of the caller without variables of `rose`."""
     return {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")} | {"COLUMNS": "200"}

@@ -1,4 +1,4 @@
-"""The command in a folder of its own, and a demo that is small."""
+"""The `rose` command in its own folder, and a small demo."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ TRAJECTORIES = 2 * 4 * 4
 
 
 class Rose:
-    """The command in a folder of its own, with the broker that the test asks for."""
+    """The `rose` command in its own folder, with the broker of the test."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         home = home_of(kind)
@@ -41,9 +41,9 @@ class Rose:
 
     def __call__(self, *arguments: str) -> str:
         with self.start(*arguments) as process:
-            told = process.communicate(timeout=600)[0]
-        assert process.returncode == 0, told
-        return told
+            output = process.communicate(timeout=600)[0]
+        assert process.returncode == 0, output
+        return output
 
 
 def small(**more: int | Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""A router's other sides over a real broker, by hand: environment workers, executors; and routers as processes."""
+"""The counterparts of a router on a real broker, operated by hand: environment workers and executors; and routers as
+processes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -28,18 +29,18 @@ BEAT_SECONDS = 0.2
 
 @dataclass
 class Fleet:
-    """Executors that answer nothing by themselves: what they have taken they hold until the test lets them answer."""
+    """Executors that hold every accepted turn until the test answers it."""
 
     alive: dict[int, dict[str, object]] = field(default_factory=dict)
-    """Those that send heartbeats, and what they say."""
+    """Executors that send heartbeats, with the fields of their heartbeats."""
     held: dict[int, list[TurnDispatch]] = field(default_factory=dict)
-    """By executor: the first and the third have one inbox."""
+    """Held turns by executor. The first and the third executor share one inbox."""
     claims: dict[int, int] = field(default_factory=dict)
-    """The newest claim seen in each inbox."""
+    """The newest fencing token of each inbox."""
 
 
 class RouterHarness:
-    """The other side of the topics."""
+    """The counterparts of a router."""
 
     def __init__(self, settings: BusSettings, partitions: Partitions = PARTITIONS) -> None:
         self.settings = settings
@@ -48,41 +49,41 @@ class RouterHarness:
         self.reader = Reader(settings, "test", group="test")
         self.reader.assign({(DISPATCHED, slot): OFFSET_BEGINNING for slot in range(partitions.slots)})
         self.inboxes: list[TurnDispatch] = []
-        """All dispatches that executors take for valid, in the order in which they were found."""
+        """All dispatches that executors accept as valid, in the order in which they were read."""
         self.zombies: list[TurnDispatch] = []
-        """Those of a claim that was not the newest."""
+        """Dispatches with an outdated fencing token."""
         self.fleet = Fleet()
         self.most_held = 0
-        """Turns that one executor held at once."""
-        self.asked = 0
+        """Largest number of turns that one executor held at once."""
+        self.requested = 0
         self._next_beat = 0.0
 
-    def say(self, topic: Topic, record: Record, key: str, partition: int = 0) -> None:
+    def write(self, topic: Topic, record: Record, key: str, partition: int = 0) -> None:
         self.writer.write(topic, record, key=key, partition=partition)
         self.writer.flush()
 
     def ask(self, trajectory: str, turn: int = 0, home: int = 1, **fields: object) -> None:
-        said: dict[str, Any] = {"patience_seconds": 600.0, "requested_at": time.time(), **fields}
-        asked = request(trajectory, turn, home=home, **said)
-        self.asked += 1
-        self.say(REQUESTED, asked, trajectory, home)
+        request_fields: dict[str, Any] = {"patience_seconds": 600.0, "requested_at": time.time(), **fields}
+        turn_request = request(trajectory, turn, home=home, **request_fields)
+        self.requested += 1
+        self.write(REQUESTED, turn_request, trajectory, home)
 
     def beat(self, worker: int, **fields: object) -> None:
-        """Send a heartbeat, and from now on more of it whenever somebody waits."""
+        """Send a heartbeat, and repeat it during every later wait."""
         self.fleet.alive[worker] = fields
         holds = packed(self.fleet.held.get(worker, []))
-        said = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
-        self.writer.write(HEARTBEATS, said, key=f"w{worker}", partition=said.slot % self.cells)
+        record = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
+        self.writer.write(HEARTBEATS, record, key=f"w{worker}", partition=record.slot % self.cells)
         self.writer.flush()
 
     def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
         held = self.fleet.held.get(_number(dispatch), [])
         if dispatch in held:
             held.remove(dispatch)
-        self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
+        self.write(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
 
     def look(self) -> list[TurnDispatch]:
-        """Let the executors that are alive take what there is and send heartbeats; all dispatches so far."""
+        """Let live executors accept turns and send heartbeats; return all dispatches so far."""
         for item in self.reader.read(100, 0.01):
             if not isinstance(item, Envelope):
                 continue
@@ -103,12 +104,12 @@ class RouterHarness:
                 self.beat(worker, **fields)
         return self.inboxes
 
-    def until(self, condition: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Look until something is so; the executors that are alive go on all the while."""
+    def until(self, condition: Callable[[], object], on_wait: Callable[[], None] = lambda: None) -> None:
+        """Poll until the condition holds. Live executors continue meanwhile."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, f"{self.asked} asked for, {len(self.inboxes)} dispatched"
-            meanwhile()
+            assert time.monotonic() < deadline, f"{self.requested} asked for, {len(self.inboxes)} dispatched"
+            on_wait()
             self.look()
 
     def until_dispatched(self, count: int) -> None:
@@ -116,31 +117,31 @@ class RouterHarness:
         assert len(self.inboxes) == count
 
     def go_on(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Let the given time pass."""
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() >= end)
 
     def keep_turns_moving(self, seconds: float, turns: int = 6) -> None:
-        """Executors answer, and so many trajectories are begun, all the while."""
+        """Answer turns and start new trajectories continuously."""
         for _ in range(turns):
-            self.ask(f"g:{self.asked}", home=self.asked % self.homes)
+            self.ask(f"g:{self.requested}", home=self.requested % self.homes)
             for held in self.fleet.held.values():
                 if held:
                     self.answer(held[0])
             self.go_on(seconds / turns)
 
     def finish(self) -> None:
-        """Answer until every turn has a result; none has two, and none was lost or failed."""
+        """Answer until every turn has a result. Assert that no turn has two results, and none was lost or failed."""
 
         def answer_next() -> None:
             for held in self.fleet.held.values():
                 if held:
                     self.answer(held[0])
 
-        self.until(lambda: len({each.request.trajectory_id for each in self.inboxes}) == self.asked, answer_next)
+        self.until(lambda: len({each.request.trajectory_id for each in self.inboxes}) == self.requested, answer_next)
         self.until(lambda: not any(self.fleet.held.values()), answer_next)
         results = self.results()
-        assert len(results) == len({each.trajectory_id for each in results}) == self.asked
+        assert len(results) == len({each.trajectory_id for each in results}) == self.requested
         assert {each.attempt for each in self.inboxes} == {0}
 
     def results(self) -> list[TurnResult]:
@@ -158,13 +159,13 @@ def _number(dispatch: TurnDispatch) -> int:
 def router_process(
     settings: BusSettings, number: int = 0, *, log: Path | None = None, **config: object
 ) -> AbstractContextManager[ForkedProcess]:
-    """A router in a process of its own; killed at the end if it still runs. What it prints is appended to `log`."""
+    """Run a router in its own process, which is killed at the end. Its output is appended to `log`."""
     own = {f"router.{name}": value for name, value in config.items()}
     return role_process("router", settings, number, {"router.low_water_seconds": 0.0, **own}, log=log)
 
 
 def with_properties(settings: BusSettings, properties: Mapping[str, str]) -> BusSettings:
-    """The same broker, reached with more librdkafka settings."""
+    """Return settings for the same broker with more librdkafka properties."""
     return BusSettings(
         settings.bootstrap, settings.namespace, {**settings.properties, **properties}, embedded=settings.embedded
     )

@@ -1,8 +1,9 @@
-"""A small world around the router's core: executors that come and go, trajectories that ask, and what must hold.
+"""A simulation around the router's core: executors that join and leave, trajectories that request turns, and the
+invariants.
 
-The executors are what real ones are: what they have taken on they keep until they have answered it or end, whatever
-the router believes of them, and their heartbeats say so. The world keeps its own books, from the records alone, and
-compares them with the router's after every event.
+The executors behave like real executors: they keep every accepted turn until they answer it or end, and their
+heartbeats list it. The simulation derives its own books from the records and compares them with the router's after
+every event.
 """
 
 import struct
@@ -34,7 +35,7 @@ from rose.schemas.wire import encode
 
 TTL_SECONDS = 2.0
 INBOXES = 2
-"""That all executors share."""
+"""Number of inboxes that all executors share."""
 
 CONFIG = RouterConfig(max_attempts=4, max_lag_versions=1, remembered_trajectories=50)
 
@@ -89,7 +90,7 @@ def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
     )
 
 
-def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
+def dispatched(turn_request: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
     fields: dict[str, object] = {
         "slot": worker % INBOXES,
         "incarnation": 1,
@@ -99,8 +100,8 @@ def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDisp
     }
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
     return TurnDispatch(
-        asked=msgspec.Raw(encode(asked)),
-        home=asked.home,
+        asked=msgspec.Raw(encode(turn_request)),
+        home=turn_request.home,
         offset=0,
         worker=f"w{worker}",
         cost=cost,
@@ -114,13 +115,13 @@ def result(
     tokens: int = 5,
     refusal: Refusal | None = None,
 ) -> TurnResult:
-    """`tokens`: sampled by this attempt, behind what it went on from."""
-    asked, so_far = dispatch.request, begun_tokens(dispatch) + tokens
+    """Return a result. `tokens` is the number sampled by this attempt, after its partial turn."""
+    turn_request, so_far = dispatch.request, begun_tokens(dispatch) + tokens
     return TurnResult(
-        trajectory_id=asked.trajectory_id,
-        group_id=asked.group_id,
+        trajectory_id=turn_request.trajectory_id,
+        group_id=turn_request.group_id,
         home=dispatch.home,
-        turn=asked.turn,
+        turn=turn_request.turn,
         attempt=dispatch.attempt,
         outcome=outcome,
         refusal=refusal,
@@ -133,18 +134,18 @@ def result(
 
 
 def begun_tokens(dispatch: TurnDispatch) -> int:
-    """How many tokens of the turn it carries."""
+    """Return the number of tokens that the dispatch carries from earlier attempts."""
     return 0 if dispatch.begun is None else count(dispatch.begun.tokens)
 
 
 def packed(dispatches: list[TurnDispatch]) -> bytes:
-    """`holds` of a heartbeat."""
+    """Return `holds` of a heartbeat."""
     return struct.pack(f"<{len(dispatches)}Q", *(held_hash(each.key) for each in dispatches))
 
 
 @dataclass
-class Model:
-    """One executor as it really is."""
+class ExecutorModel:
+    """The true state of one executor."""
 
     incarnation: int = 1
     held: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
@@ -154,45 +155,46 @@ class Model:
 
 @dataclass
 class RoutingSimulation:
-    """Feeds a router and checks its laws. `log` is what the topics would hold, `history` what the router heard."""
+    """Feeds a router and checks its invariants. `log` holds the records of the topics, `history` the events of the
+    router."""
 
     router: Router = field(default_factory=lambda: Router(CONFIG))
     now: float = 0.0
     version: int = 0
     loses: bool = False
     """Whether the next dispatch never reaches its executor."""
-    executors: dict[str, Model] = field(default_factory=dict)
-    asked: dict[str, tuple[TurnRequest, float]] = field(default_factory=dict)
-    """By trajectory: its newest request, as it was asked, and when."""
+    executors: dict[str, ExecutorModel] = field(default_factory=dict)
+    requested: dict[str, tuple[TurnRequest, float]] = field(default_factory=dict)
+    """The newest request of each trajectory, as requested, and its time."""
     done: dict[str, int] = field(default_factory=dict)
-    """By trajectory: its newest finished turn."""
+    """The newest finished turn of each trajectory."""
     torn: set[tuple[str, int]] = field(default_factory=set)
-    """Turns whose chain nobody could read back, and of which whoever asked has not heard."""
+    """Turns with a chain that no executor could read, before the environment worker learns of it."""
     faults: dict[tuple[str, int], int] = field(default_factory=dict)
-    """By turn: how often anything happened that may count as a failure of it."""
+    """Number of events per turn that may count as a failure."""
     sent: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
     generated: dict[tuple[str, int], int] = field(default_factory=dict)
-    """By turn: the most tokens of it that a PREEMPTED result which the router has heard holds."""
+    """Largest number of tokens per turn in a PREEMPTED result that the router has read."""
     unread: list[TurnDispatch] = field(default_factory=list)
-    """Handed back by executors that have stopped: the results are on the log, the router has not read them."""
+    """Partial results of stopped executors that are on the log and not yet read by the router."""
     ended: int = 0
     history: list[tuple[float, Record | None]] = field(default_factory=list)
-    """None is a tick."""
+    """Events in order; None is a tick."""
     log: list[Record] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
 
     @property
     def running(self) -> list[TurnDispatch]:
-        """All that executors run, the same turn perhaps twice."""
+        """Return all turns that executors run; a turn may occur twice."""
         return [dispatch for model in self.executors.values() for dispatch in model.held.values()]
 
     @property
     def held(self) -> dict[str, TurnDispatch]:
-        """By trajectory: the dispatch that the router's books have."""
+        """Return the dispatch of each trajectory in the router's books."""
         return {name: self.sent[turn.key] for name, turn in self.router.turns.items() if turn.worker}
 
     def feed(self, event: Record | None) -> list[Decision]:
-        """Let the router hear something (None: time has passed) and check everything that must hold."""
+        """Feed one event to the router (None lets time pass) and check all invariants."""
         self.history.append((self.now, event))
         if event is not None:
             self._put_on_log(event)
@@ -206,15 +208,15 @@ class RoutingSimulation:
         self._check_nobody_waits_for_nothing()
         return decisions
 
-    def ask(self, asked: TurnRequest) -> None:
-        before = self.asked.get(asked.trajectory_id)
-        if before is not None and self.done.get(asked.trajectory_id, -1) < before[0].turn:
-            self._settle(asked.trajectory_id, before[0].turn)
-        self.asked[asked.trajectory_id] = asked, self.now
-        self.feed(asked)
+    def ask(self, requested: TurnRequest) -> None:
+        before = self.requested.get(requested.trajectory_id)
+        if before is not None and self.done.get(requested.trajectory_id, -1) < before[0].turn:
+            self._settle(requested.trajectory_id, before[0].turn)
+        self.requested[requested.trajectory_id] = requested, self.now
+        self.feed(requested)
 
     def beat(self, worker: int, *, restart: bool = False, **other: object) -> None:
-        model = self.executors.setdefault(f"w{worker}", Model())
+        model = self.executors.setdefault(f"w{worker}", ExecutorModel())
         if restart:
             for dispatch in model.held.values():
                 self._fault(dispatch)
@@ -229,7 +231,7 @@ class RoutingSimulation:
         self.feed(beat)
 
     def beat_unread(self, worker: int) -> None:
-        """It beats before it has read what was sent to it, which it does within four seconds in which it runs."""
+        """Send a heartbeat of an executor that has not yet read its newest dispatches."""
         model = self.executors.get(f"w{worker}")
         if model is None or model.beat is None:
             return
@@ -241,27 +243,27 @@ class RoutingSimulation:
             self.feed(model.beat)
 
     def hand_back(self, worker: int) -> None:
-        """It stops; the router hears of that before it reads the results."""
-        model = self.executors.setdefault(f"w{worker}", Model())
+        """Stop an executor. The router learns of the stop before it reads the partial results."""
+        model = self.executors.setdefault(f"w{worker}", ExecutorModel())
         given = list(model.held.values())
-        for dispatch in given:  # charged if the results take longer than the executor's TTL
+        for dispatch in given:  # counts as a failure if the results take longer than the TTL
             self._fault(dispatch)
         self.unread += given
         model.held.clear()
         self.beat(worker, state=ExecutorState.STOPPING, holds=packed(given))
 
     def read_on(self) -> None:
-        """The router reads the results of those that have stopped."""
+        """Let the router read the results of stopped executors."""
         unread, self.unread = self.unread, []
         for dispatch in unread:
             self.feed(result(dispatch, TurnOutcome.PREEMPTED))
 
     def complete(self, dispatch: TurnDispatch) -> None:
-        asked = dispatch.request
+        requested = dispatch.request
         self.executors[dispatch.worker].held.pop(dispatch.key, None)
-        present, _ = self.asked[asked.trajectory_id]
-        if present.turn == asked.turn and self.done.get(asked.trajectory_id, -1) < asked.turn:
-            self._settle(asked.trajectory_id, asked.turn)
+        present, _ = self.requested[requested.trajectory_id]
+        if present.turn == requested.turn and self.done.get(requested.trajectory_id, -1) < requested.turn:
+            self._settle(requested.trajectory_id, requested.turn)
         self.feed(result(dispatch))
 
     def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome, refusal: Refusal | None = None) -> None:
@@ -273,13 +275,13 @@ class RoutingSimulation:
         self.feed(result(dispatch, outcome, refusal=refusal))
 
     def mend(self) -> None:
-        """Whoever reads that a chain is torn asks again with the whole context, once."""
-        for asked, at in list(self.asked.values()):
-            name, place = asked.trajectory_id, (asked.trajectory_id, asked.turn)
-            if place in self.torn and self.done.get(name, -1) < asked.turn:
-                whole = context_fields(bytes(4 * asked.context_tokens))
-                self.asked[name] = msgspec.structs.replace(asked, **whole), at
-                self.feed(self.asked[name][0])
+        """Send the anchor of a turn whose chain could not be read, once."""
+        for requested, at in list(self.requested.values()):
+            name, place = requested.trajectory_id, (requested.trajectory_id, requested.turn)
+            if place in self.torn and self.done.get(name, -1) < requested.turn:
+                whole = context_fields(bytes(4 * requested.context_tokens))
+                self.requested[name] = msgspec.structs.replace(requested, **whole), at
+                self.feed(self.requested[name][0])
         self.torn.clear()
 
     def pass_time(self, seconds: float) -> None:
@@ -287,7 +289,7 @@ class RoutingSimulation:
         self.feed(None)
 
     def restart_router(self) -> None:
-        """Kill the router; the next one knows the log alone."""
+        """Kill the router. The next router knows only the log."""
         for dispatch in self.unread:
             self._put_on_log(result(dispatch, TurnOutcome.PREEMPTED))
         self.unread.clear()
@@ -303,7 +305,7 @@ class RoutingSimulation:
         self.decisions += decisions
         self.log += decisions
         self.ended = self.router.counters.finished + self.router.counters.failed
-        self.history.clear()  # a replay would have to be restored as well
+        self.history.clear()  # a replay would also have to restore
         self._check_books()
 
     def _put_on_log(self, event: Record) -> None:
@@ -323,7 +325,7 @@ class RoutingSimulation:
             assert model.beat is not None
             if model.beat.state is ExecutorState.STOPPING:
                 continue
-            if executor.heartbeat is not None:  # else it is known from the log alone
+            if executor.heartbeat is not None:  # otherwise the router knows the executor only from the log
                 assert self.now >= model.heard_at + TTL_SECONDS, "an executor was given up within its TTL"
                 others = [other.heard_at for name, other in self.executors.items() if name != worker and other.beat]
                 assert max(others, default=0.0) >= model.heard_at + TTL_SECONDS, "nobody else was heard: who knows?"
@@ -338,11 +340,11 @@ class RoutingSimulation:
         if isinstance(decision, TurnResult):
             self._note_failure(decision)
             return
-        asked = decision.request
+        requested = decision.request
         assert decision.key not in self.sent, "an attempt was numbered twice"
         self.sent[decision.key] = decision
         assert decision.failures < CONFIG.max_attempts
-        generated = self.generated.get((asked.trajectory_id, asked.turn), 0)
+        generated = self.generated.get((requested.trajectory_id, requested.turn), 0)
         assert begun_tokens(decision) >= generated, "generated tokens are sampled again"
         model = self.executors[decision.worker]
         beat = model.beat
@@ -363,9 +365,9 @@ class RoutingSimulation:
 
     def _note_failure(self, failed: TurnResult) -> None:
         assert failed.outcome is TurnOutcome.FAILED
-        asked, at = self.asked[failed.trajectory_id]
+        requested, at = self.requested[failed.trajectory_id]
         faults = self.faults.get((failed.trajectory_id, failed.turn), 0)
-        assert faults >= CONFIG.max_attempts or self.now >= at + asked.patience_seconds, "given up for nothing"
+        assert faults >= CONFIG.max_attempts or self.now >= at + requested.patience_seconds, "given up for nothing"
         self._settle(failed.trajectory_id, failed.turn)
 
     def _settle(self, trajectory: str, turn: int) -> None:
@@ -389,12 +391,12 @@ class RoutingSimulation:
                 )
             assert not executor.holds.keys() & executor.ghosts.keys()
         assert sum(len(each.holds) for each in router.liveness.executors.values()) == router.outstanding
-        for seat in router.placement.candidates.values():
-            known = router.assignments.reservations(router.liveness.executors[seat.heartbeat.worker])
-            assert (seat.held_turns, seat.held_tokens) == (len(known), sum(room for room, _ in known))
+        for candidate in router.placement.candidates.values():
+            known = router.assignments.reservations(router.liveness.executors[candidate.heartbeat.worker])
+            assert (candidate.held_turns, candidate.held_tokens) == (len(known), sum(room for room, _ in known))
 
     def _check_nobody_waits_for_nothing(self) -> None:
-        """The first waiting turn that some open executor could run finds no room: it is next, and nobody passes."""
+        """Assert that the first waiting turn that an open executor could run finds no room."""
         waiting = [turn for turn in self.router.turns.values() if not turn.worker and not turn.context_missing]
         for turn in sorted(waiting, key=urgency):
             need = turn.room_tokens
@@ -417,6 +419,6 @@ class RoutingSimulation:
 
 
 def load(dispatches: list[TurnDispatch]) -> tuple[int, int]:
-    """Turns and tokens that they hold."""
-    asked = [dispatch.request for dispatch in dispatches]
-    return len(asked), sum(each.context_tokens + each.sampling.max_tokens for each in asked)
+    """Return the held turns and tokens of the executors."""
+    turn_request = [dispatch.request for dispatch in dispatches]
+    return len(turn_request), sum(each.context_tokens + each.sampling.max_tokens for each in turn_request)

@@ -1,4 +1,4 @@
-"""What can happen in a world of executors that come and go, one step at a time; for property tests."""
+"""The events of a routing simulation, one step at a time, for property tests."""
 
 from hypothesis import strategies as st
 
@@ -46,86 +46,86 @@ STEPS = st.one_of(
 )
 
 
-def step(world: RoutingSimulation, what: str, *values: object) -> None:
-    """Let one thing happen in the world; steps that make no sense at the moment do nothing."""
+def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
+    """Apply one event to the simulation. An impossible step does nothing."""
     match what, *values:
         case "ask", str(trajectory), int(context), int(most), float(patience):
-            ask_next(world, trajectory, context=context, max_tokens=most, patience_seconds=patience)
+            ask_next(simulation, trajectory, context=context, max_tokens=most, patience_seconds=patience)
         case "ask_again", str(trajectory):
-            if trajectory in world.asked:
-                world.feed(world.asked[trajectory][0])
+            if trajectory in simulation.requested:
+                simulation.feed(simulation.requested[trajectory][0])
         case "overtake", int(which):
-            if world.running:  # its result and the request that it led to lie in two partitions
-                done = world.running[which % len(world.running)]
+            if simulation.running:  # a result and the request that follows it are in two partitions
+                done = simulation.running[which % len(simulation.running)]
                 trajectory, turn = done.request.trajectory_id, done.request.turn
-                if world.asked[trajectory][0].turn == turn and world.done.get(trajectory, -1) < turn:
-                    del world.executors[done.worker].held[done.key]
-                    world.ask(request(trajectory, turn + 1))
-                    world.feed(result(done))
+                if simulation.requested[trajectory][0].turn == turn and simulation.done.get(trajectory, -1) < turn:
+                    del simulation.executors[done.worker].held[done.key]
+                    simulation.ask(request(trajectory, turn + 1))
+                    simulation.feed(result(done))
         case "beat", int(worker), int(turns), int(tokens), ExecutorState() as state, int(lag):
-            version = -1 if lag < 0 else max(-1, world.version - lag)
-            world.beat(worker, max_turns=turns, token_budget=tokens, state=state, policy_version=version)
+            version = -1 if lag < 0 else max(-1, simulation.version - lag)
+            simulation.beat(worker, max_turns=turns, token_budget=tokens, state=state, policy_version=version)
         case "beat_unread", int(worker):
-            world.beat_unread(worker)
+            simulation.beat_unread(worker)
         case ("beats",):
             for worker in range(3):
-                world.beat(worker, policy_version=world.version)
+                simulation.beat(worker, policy_version=simulation.version)
         case "beats_of", set(workers), int(times):
             for _ in range(times):
-                world.pass_time(0.2)
+                simulation.pass_time(0.2)
                 for worker in sorted(workers):
-                    world.beat(worker, policy_version=world.version)
+                    simulation.beat(worker, policy_version=simulation.version)
         case "restart", int(worker):
-            world.beat(worker, restart=True, state=ExecutorState.STARTING, policy_version=-1)
+            simulation.beat(worker, restart=True, state=ExecutorState.STARTING, policy_version=-1)
         case "hand_back", int(worker):
-            world.hand_back(worker)
+            simulation.hand_back(worker)
         case ("read_on",):
-            world.read_on()
+            simulation.read_on()
         case "complete", int(which):
-            if world.running:
-                world.complete(world.running[which % len(world.running)])
+            if simulation.running:
+                simulation.complete(simulation.running[which % len(simulation.running)])
         case "reject", int(which), (TurnOutcome() as outcome, (Refusal() | None) as refusal):
-            if world.running:
-                rejected = world.running[which % len(world.running)]
+            if simulation.running:
+                rejected = simulation.running[which % len(simulation.running)]
                 if refusal is not Refusal.CONTEXT or rejected.request.chain:
-                    world.reject(rejected, outcome, refusal)
+                    simulation.reject(rejected, outcome, refusal)
         case "echo", int(which), bool(completed):
-            sent = [each for each in world.sent.values() if each.key not in world.executors[each.worker].held]
+            sent = [each for each in simulation.sent.values() if each.key not in simulation.executors[each.worker].held]
             if sent and completed:
-                world.complete(sent[which % len(sent)])
+                simulation.complete(sent[which % len(sent)])
             elif sent:
-                world.reject(sent[which % len(sent)], TurnOutcome.PREEMPTED)
+                simulation.reject(sent[which % len(sent)], TurnOutcome.PREEMPTED)
         case ("mend",):
-            world.mend()
+            simulation.mend()
         case ("lose",):
-            world.loses = True
+            simulation.loses = True
         case ("publish",):
-            world.version += 1
+            simulation.version += 1
         case "time", float(seconds):
-            world.pass_time(seconds)
+            simulation.pass_time(seconds)
 
 
-def ask_next(world: RoutingSimulation, trajectory: str, **fields: object) -> None:
-    turn = world.asked[trajectory][0].turn + 1 if trajectory in world.asked else 0
-    if turn == world.done.get(trajectory, -1) + 1:
-        world.ask(request(trajectory, turn, **fields))  # type: ignore[arg-type]
+def ask_next(simulation: RoutingSimulation, trajectory: str, **fields: object) -> None:
+    turn = simulation.requested[trajectory][0].turn + 1 if trajectory in simulation.requested else 0
+    if turn == simulation.done.get(trajectory, -1) + 1:
+        simulation.ask(request(trajectory, turn, **fields))  # type: ignore[arg-type]
 
 
 def started() -> RoutingSimulation:
-    world = RoutingSimulation()
-    step(world, "beats")
-    return world
+    simulation = RoutingSimulation()
+    step(simulation, "beats")
+    return simulation
 
 
-def settle(world: RoutingSimulation) -> None:
-    """The fleet is well from now on: every turn ends."""
-    world.loses = False
-    world.read_on()
+def settle(simulation: RoutingSimulation) -> None:
+    """Keep the fleet healthy until every turn has ended."""
+    simulation.loses = False
+    simulation.read_on()
     for _ in range(200):
-        step(world, "beats_of", {0, 1, 2}, 1)
-        world.mend()
-        for dispatch in world.running:
-            world.complete(dispatch)
-        if not world.router.turns and not world.running:
+        step(simulation, "beats_of", {0, 1, 2}, 1)
+        simulation.mend()
+        for dispatch in simulation.running:
+            simulation.complete(dispatch)
+        if not simulation.router.turns and not simulation.running:
             return
-    raise AssertionError(f"{len(world.router.turns)} turns never end")
+    raise AssertionError(f"{len(simulation.router.turns)} turns never end")

@@ -1,4 +1,4 @@
-"""Samples as the trainer reads them, in few words."""
+"""Short constructors of samples as the trainer reads them."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from rose.schemas.turns import TurnTimes
 
 
 def turns_of(mask: Sequence[int], sampling: Sampling | None = None) -> tuple[SampleTurn, ...]:
-    """The turns of a loss mask: each run of ones is one."""
+    """Return the turns of a loss mask: each run of ones is a turn."""
     edges = [i for i, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
     return tuple(
         SampleTurn(
@@ -42,7 +42,7 @@ def sample(
     model_id: str = "policy",
     ended: Ending = Ending.DONE,
 ) -> Sample:
-    """One whose first token was observed and whose other ones were sampled, unless `mask` says otherwise."""
+    """Return a sample. By default the first token is observed and the others are sampled; `mask` overrides that."""
     drawn = [int(at > 0) for at in range(len(tokens))] if mask is None else list(mask)
     return Sample(
         trajectory_id=trajectory_id(group, index),

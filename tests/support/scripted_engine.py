@@ -1,4 +1,4 @@
-"""An executor whose engine is played: on threads of a test, and in processes that a test can kill and freeze."""
+"""An executor with a scripted engine: on threads of a test, and in processes that a test can kill and freeze."""
 
 import multiprocessing
 import os
@@ -54,7 +54,7 @@ Wanted = TypeVar("Wanted", bound=Command)
 
 
 class OneVersion:
-    """A receiver to which version 3 came."""
+    """A receiver that got version 3."""
 
     newest, refused_newest = 3, None
 
@@ -66,16 +66,16 @@ class OneVersion:
         return staged
 
     def refuse(self, version: int, reason: str) -> None:
-        """The engine does not take it."""
+        """Ignore a refused version."""
 
 
 @dataclass
 class Engine:
-    """The other end of an executor's channel. What it says of itself is `tick`."""
+    """The engine end of an executor's channel. It reports the status `tick`."""
 
     channel: ChannelFds
     tick: EngineStatus = TICK
-    heard: list[Command] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reports = MessageSender(RingBuffer(self.channel.reports))
@@ -84,28 +84,28 @@ class Engine:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def say(self, **changes: Any) -> None:
+    def set_status(self, **changes: Any) -> None:
         self.tick = msgspec.structs.replace(self.tick, **changes)
 
-    def hear(self, kind: type[Wanted]) -> Wanted:
-        """Wait for an order of a kind, and forget it."""
-        until(lambda: any(isinstance(order, kind) for order in self.heard))
-        found = next(order for order in self.heard if isinstance(order, kind))
-        self.heard.remove(found)
+    def wait_for_command(self, kind: type[Wanted]) -> Wanted:
+        """Wait for a command of a kind and remove it from `commands`."""
+        until(lambda: any(isinstance(command, kind) for command in self.commands))
+        found = next(command for command in self.commands if isinstance(command, kind))
+        self.commands.remove(found)
         return found
 
     def serve(self) -> None:
-        """Take a version up, as it is told to."""
-        version = self.hear(StageWeights).version
+        """Stage and activate the commanded version."""
+        version = self.wait_for_command(StageWeights).version
         self.reports.send(WeightsStaged(version))
-        self.hear(ActivateWeights)
+        self.wait_for_command(ActivateWeights)
         self.reports.send(WeightsActivated(version, 0.0))
-        self.say(version=version)
+        self.set_status(version=version)
 
     def complete(self, name: str, tokens: list[int], logprob: float = -1.0) -> None:
         self.reports.send(turn_finished(name, tokens, logprob=logprob))
 
-    def give_up(self, name: str, tokens: list[int]) -> None:
+    def abort(self, name: str, tokens: list[int]) -> None:
         self.reports.send(turn_finished(name, tokens, finish_reason=ABORTED))
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Engine:
 
     def _run(self) -> None:
         while not self._stop.wait(0.02):
-            self.heard += map(COMMAND_DECODER.decode, self._orders.read())
+            self.commands += map(COMMAND_DECODER.decode, self._orders.read())
             self.reports.send(self.tick)
 
 
@@ -127,7 +127,7 @@ def turn_finished(
     logprob: float = -1.0,
     finished_at: float = 3.0,
 ) -> TurnFinished:
-    """The report of a turn with these tokens, whose logprobs are alike."""
+    """Return the report of a turn with these tokens, all with the same logprob."""
     sampled = SampledTokensBuilder()
     sampled.append(tokens, [logprob] * len(tokens))
     turn = FinishedTurn(
@@ -145,15 +145,15 @@ def turn_finished(
 def running(
     settings: BusSettings, granted: PermissionSource | None = None, *, kind: type[Engine] = Engine, lends: bool = True
 ) -> Iterator[tuple[Engine, Router]]:
-    """An executor, its engine of this kind, and the router that it talks to."""
+    """Run an executor with an engine of this kind; yield the engine and the router counterpart."""
     channel, stop = ChannelFds.create(), threading.Event()
     engine = kind(channel)
-    life = os.pidfd_open(os.getpid())
+    parent = os.pidfd_open(os.getpid())
     executor = Executor(
         settings,
         ExecutorConfig(model_folder=Path(), name=NAME, slot=SLOT),
         WorkerClass.SERVING,
-        EngineClient(channel, life),
+        EngineClient(channel, parent),
         TICK,
         OneVersion(),  # type: ignore[arg-type]
         IntakeGate(granted or (lambda: UNRESTRICTED), lends=lends and granted is not None),
@@ -167,11 +167,11 @@ def running(
         thread.join()
         engine.close()
         channel.close()
-        os.close(life)
+        os.close(parent)
 
 
 class Answering(Engine):
-    """One that serves what it is told to, and completes each turn a while after it took it."""
+    """An engine that activates every commanded version and completes each turn after a delay."""
 
     def __init__(self, channel: ChannelFds, turn_seconds: float = 0.1) -> None:
         self._due: deque[tuple[float, SubmitTurn]] = deque()
@@ -180,26 +180,26 @@ class Answering(Engine):
 
     def _run(self) -> None:
         while not self._stop.wait(0.01):
-            for order in map(COMMAND_DECODER.decode, self._orders.read()):
-                self._obey(order)
+            for command in map(COMMAND_DECODER.decode, self._orders.read()):
+                self._obey(command)
             while self._due and self._due[0][0] <= time.monotonic():
                 self._complete(self._due.popleft()[1])
             self.reports.send(self.tick)
 
-    def _obey(self, order: Command) -> None:
-        match order:
+    def _obey(self, command: Command) -> None:
+        match command:
             case StageWeights():
-                self.reports.send(WeightsStaged(order.version))
+                self.reports.send(WeightsStaged(command.version))
             case ActivateWeights():
-                self.say(version=order.version)
-                self.reports.send(WeightsActivated(order.version, 0.0))
+                self.set_status(version=command.version)
+                self.reports.send(WeightsActivated(command.version, 0.0))
             case SubmitTurn():
-                self._due.append((time.monotonic() + self._turn_seconds, order))
+                self._due.append((time.monotonic() + self._turn_seconds, command))
             case AbortTurn():
-                mine = [each for each in self._due if each[1].name == order.name]
+                mine = [each for each in self._due if each[1].name == command.name]
                 for each in mine:
                     self._due.remove(each)
-                    self.reports.send(aborted_before_start(order.name, time.time()))
+                    self.reports.send(aborted_before_start(command.name, time.time()))
             case _:
                 pass
 
@@ -207,8 +207,9 @@ class Answering(Engine):
         self.reports.send(turn_finished(taken.name, [3, 4], version=taken.version, finished_at=time.time()))
 
 
-def played_executor(settings: BusSettings, config: ExecutorConfig, said: Path) -> None:
-    """The program of a process: until SIGTERM, or another begins under its name. Its last words are in the file."""
+def run_scripted_executor(settings: BusSettings, config: ExecutorConfig, message_file: Path) -> None:
+    """Program of an executor process. It runs until SIGTERM, or until another executor starts under its name, and
+    writes its last message to the file."""
     stop, channel = threading.Event(), ChannelFds.create()
     set_stop = signal_safe_setter(stop)
     signal.signal(signal.SIGTERM, lambda *_: set_stop())
@@ -220,46 +221,50 @@ def played_executor(settings: BusSettings, config: ExecutorConfig, said: Path) -
     try:
         executor.run(stop)
     except RoseError as error:
-        said.write_text(str(error))
+        message_file.write_text(str(error))
         raise SystemExit(error.exit_status) from None
     finally:
         grants.stop()
         engine.close()
     samples = [each for family in metrics.TURNS.collect() for each in family.samples if each.name.endswith("_total")]
-    said.write_bytes(msgspec.json.encode({each.labels["outcome"]: each.value for each in samples if each.value}))
+    message_file.write_bytes(
+        msgspec.json.encode({each.labels["outcome"]: each.value for each in samples if each.value})
+    )
 
 
 @dataclass
-class Played:
-    """A process that runs one."""
+class ScriptedExecutorProcess:
+    """A process with a scripted executor."""
 
     process: ForkServerProcess
-    said: Path
-    """Its last words: what it counted, or why it ended."""
+    message_file: Path
+    """File with the last message: the counts, or the reason of the end."""
 
     def send(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def stop(self) -> int | None:
-        """Ask it to, and wait; its exit status."""
+        """Send SIGTERM and wait; return the exit status."""
         self.send(signal.SIGTERM)
         self.process.join(60.0)
         return self.process.exitcode
 
 
 @contextmanager
-def played(settings: BusSettings, folder: Path, name: str, *, slot: int | None = None) -> Iterator[Played]:
-    """A process with an executor of this name; killed at the end if it still runs."""
+def scripted_process(
+    settings: BusSettings, folder: Path, name: str, *, slot: int | None = None
+) -> Iterator[ScriptedExecutorProcess]:
+    """Run a process with an executor of this name. A process that still runs at the end is killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     config = ExecutorConfig(model_folder=Path(), name=name, slot=slot, max_turns=4)
-    said = folder / f"{name}-{len(list(folder.iterdir()))}"
-    said.touch()
-    process = context.Process(target=played_executor, args=(settings, config, said))
+    message_file = folder / f"{name}-{len(list(folder.iterdir()))}"
+    message_file.touch()
+    process = context.Process(target=run_scripted_executor, args=(settings, config, message_file))
     process.start()
     try:
-        yield Played(process, said)
+        yield ScriptedExecutorProcess(process, message_file)
     finally:
         process.kill()
         process.join()

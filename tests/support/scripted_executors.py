@@ -1,9 +1,8 @@
-"""The other ends of an environment worker, over a real broker: executors whose turns follow a script, and outcomes.
+"""The counterparts of an environment worker on a real broker: executors whose turns follow a script, and outcomes.
 
-Keeps true: what is sampled is a function of trajectory and turn alone, so two runs can be compared token by token.
-The script works the calculator's sums out, rightly or wrongly, in a varying number of turns, and makes trouble that
-real executors make: preempted attempts before the result, a turn that is cut by its length, and a second result with
-other tokens after it.
+Keeps true: the sampled tokens depend only on trajectory and turn, so two runs can be compared token by token. The
+script solves the calculator's sums, correctly or not, in a varying number of turns, and includes events of real
+executors: preempted attempts before the result, a turn truncated by its length, and a second result with other tokens.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ from tests.support.roles import role_process, stop
 from tests.support.settling import settle
 
 WAIT_SECONDS = 120.0
-"""A run of a few hundred turns that takes longer than this has stopped."""
+"""A run of a few hundred turns that takes longer has stalled."""
 
 CHARACTERS = "".join(chr(code) for code in range(32, 127))
 PAD, ACT, END = range(3)
@@ -43,7 +42,7 @@ FIRST_CHARACTER = 3
 
 
 def model_folder(folder: Path) -> Path:
-    """A folder with a character tokenizer and the files that say how turns are read."""
+    """Return a folder with a character tokenizer and the files of a turn format."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     words = ["<pad>", "<act>", "<end>"]
@@ -62,16 +61,16 @@ def model_folder(folder: Path) -> Path:
 def worker_process(
     settings: BusSettings, number: int, config: Mapping[str, Any], log: Path | None = None
 ) -> Iterator[ForkedProcess]:
-    """An environment worker in a process of its own; asked to stop at the end if it still runs."""
+    """Run an environment worker in its own process. A worker that still runs at the end is stopped."""
     own = {f"environment.{name}": value for name, value in config.items() if name != "model_folder"}
-    said = {"model.folder": config["model_folder"], "trainer.groups_per_step": 1, **own}
-    with role_process("environment", settings, number, said, log=log) as worker:
+    settings_values = {"model.folder": config["model_folder"], "trainer.groups_per_step": 1, **own}
+    with role_process("environment", settings, number, settings_values, log=log) as worker:
         yield worker
         stop(worker)
 
 
 class ScriptedExecutors:
-    """Reads requests and samples, writes results and outcomes. Pumped by the test, in its own thread."""
+    """Reads requests and samples, and writes results and outcomes. The test pumps it in its own thread."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class ScriptedExecutors:
         *,
         results: Callable[[TurnRequest, bytes], list[TurnResult]] | None = None,
     ) -> None:
-        """`results` is the script, of a request and its context: `results_of` unless said otherwise."""
+        """`results` is the script: the results of a request and its context. The default is `results_of`."""
         create_topics(settings, partitions)
         self.settings = settings
         self._homes = partitions.home
@@ -92,17 +91,17 @@ class ScriptedExecutors:
         self._reader.assign({**homes, **samples})
         self.requests: dict[tuple[str, int], TurnRequest] = {}
         self._links: dict[int, dict[int, TurnRequest]] = defaultdict(dict)
-        """By home and offset."""
-        self.asked = 0
-        """Requests read, each time that one came."""
+        """Requests by home and offset."""
+        self.requested = 0
+        """Number of read requests, duplicates included."""
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.settles = True
-        """Whether samples are given their outcome."""
+        """Whether samples get their outcome."""
         self.answers: Callable[[TurnRequest], bool] = lambda _request: True
-        """Which requests are answered when they come."""
+        """Selects the requests that are answered on arrival."""
 
     def submit(self, prompt: Prompt, *, partition: int | None = None) -> None:
-        """Into its home, unless another partition is named."""
+        """Write a prompt to its home, or to the given partition."""
         home = home_partition(prompt.group_id, self._homes) if partition is None else partition
         self._writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
         self._writer.flush()
@@ -113,7 +112,7 @@ class ScriptedExecutors:
         )
 
     def pump(self, seconds: float = 0.05) -> None:
-        """Answer what is there."""
+        """Answer all present requests."""
         for item in self._reader.read(500, seconds):
             assert isinstance(item, Envelope)
             self._take(item)
@@ -126,13 +125,13 @@ class ScriptedExecutors:
             self.pump()
 
     def answer(self, requests: Iterable[TurnRequest]) -> None:
-        """Write their results; they are stored with the next pump."""
+        """Write the results of these requests. The next pump stores them."""
         for request in requests:
             for result in self._results(request, self.context_of(request)):
                 self.write_result(result)
 
     def context_of(self, request: TurnRequest) -> bytes:
-        """As an executor reads it back."""
+        """Return the context of a request, read back as an executor does."""
         return assemble_context(request, self._links[request.home])
 
     def settle(self, sample: Sample) -> None:
@@ -144,7 +143,7 @@ class ScriptedExecutors:
     def _take(self, envelope: Envelope) -> None:
         record = envelope.record
         if isinstance(record, TurnRequest):
-            self.asked += 1
+            self.requested += 1
             self._links[envelope.partition][envelope.offset] = record
             self.requests[record.trajectory_id, record.turn] = record
             if self.answers(record):
@@ -156,7 +155,7 @@ class ScriptedExecutors:
 
 
 def results_of(request: TurnRequest, context: bytes) -> list[TurnResult]:
-    """What the executors answer, in order: perhaps a preempted attempt, the result, perhaps a second result."""
+    """Return the results in order: perhaps a preempted attempt, the result, perhaps a second result."""
     noise = draw(request.trajectory_id, request.turn)
     results = []
     if noise % 5 == 0:
@@ -170,12 +169,12 @@ def results_of(request: TurnRequest, context: bytes) -> list[TurnResult]:
 
 
 def draw(trajectory_id: str, turn: int) -> int:
-    """A number that depends on nothing but trajectory and turn."""
+    """Return a number that depends only on trajectory and turn."""
     return int.from_bytes(hashlib.blake2b(f"{trajectory_id}/{turn}".encode(), digest_size=4).digest(), "little")
 
 
 def scripted_action(request: TurnRequest, context: bytes) -> str:
-    """A call of the tool for some turns, then the answer, right in half of the trajectories."""
+    """Return tool calls for some turns and then the answer, which is correct in half of the trajectories."""
     noise = draw(request.trajectory_id, request.turn)
     if request.turn == 0 or noise % 3:
         return f"{noise % 90}+{noise % 7}"
@@ -193,7 +192,7 @@ def _result(
     outcome: TurnOutcome = TurnOutcome.COMPLETED,
     cut: bool = False,
 ) -> TurnResult:
-    """`cut`: by the length of the turn, before a stop token."""
+    """Return a result. With `cut` the turn ends at its length limit, before a stop token."""
     tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in text]
     if outcome is TurnOutcome.COMPLETED and not cut:
         tokens.append(END)
@@ -218,7 +217,7 @@ def _result(
 
 
 def essence(sample: Sample) -> Sample:
-    """The sample without what a clock said: two runs of one trajectory have it in common."""
+    """Return the sample without clock values, which is equal in two runs of one trajectory."""
     turns = tuple(
         msgspec.structs.replace(turn, times=type(turn.times)(), environment_seconds=0.0) for turn in sample.turns
     )

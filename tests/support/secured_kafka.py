@@ -1,4 +1,4 @@
-"""A secured node, a user a role with that role's rights and no more, and what the node saw them do."""
+"""A secured node, a user per role with only the rights of that role, and the audit log of the node."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _SAID = re.compile(
     r"Principal = User:(?P<user>\S+) is (?P<verdict>Allowed|Denied) operation = (?P<operation>\w+) "
     r"from host = \S+ on resource = (?P<kind>\w+):LITERAL:(?P<name>\S+) for request = (?P<request>\w+)"
 )
-"""What the node writes down of each right that it was asked about."""
+"""Pattern of the node's audit log for each checked right."""
 
 KINDS = {
     "Topic": Resource.TOPIC,
@@ -29,8 +29,8 @@ OPERATIONS = {operation.name: operation for operation in Operation}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A right that somebody made use of, or was refused."""
+class AuditedRight:
+    """A right that a user exercised or was refused."""
 
     user: str
     allowed: bool
@@ -42,42 +42,42 @@ class Seen:
 
 @dataclass(slots=True)
 class Users:
-    """Of one namespace: each role's user has its rights, once it is asked for."""
+    """The users of one namespace. Each role's user gets its rights at its first use."""
 
     node: SecuredNode
     namespace: str
     folder: Path
-    """Where their passwords are."""
+    """Folder of the password files."""
     _known: dict[str, BusSettings] = field(default_factory=dict)
 
     def name(self, role: Role) -> str:
         return f"{self.namespace}{role.name}"
 
     def settings(self, role: Role) -> BusSettings:
-        """How the role reaches the node."""
+        """Return the settings with which a role reaches the node."""
         if role.name not in self._known:
             self._known[role.name] = self.node.settings_of(self.name(role), self.namespace)
             self.node.allow(self.name(role), acls(role, self.namespace))
         return self._known[role.name]
 
     def flags(self, role: Role) -> tuple[str, ...]:
-        """The same, for `rose`: as an operator would say it."""
+        """Return the same settings as `rose` options."""
         settings, file = self.settings(role), self.folder / f"{role.name}.properties"
         file.touch(mode=0o600)
         file.write_text("".join(f"{name}={value}\n" for name, value in settings.properties.items()))
-        told = ("--bootstrap-server", settings.bootstrap, "--namespace", self.namespace)
-        return (*told, "--command-config", str(file))
+        options = ("--bootstrap-server", settings.bootstrap, "--namespace", self.namespace)
+        return (*options, "--command-config", str(file))
 
-    def seen(self) -> Iterator[Seen]:
-        """What the node saw the users of this namespace do."""
-        for said in _SAID.finditer(self.node.broker.log.read_text(errors="replace")):
-            if said["user"].startswith(self.namespace):
-                verdict, kind = said["verdict"] == "Allowed", KINDS[said["kind"]]
-                yield Seen(said["user"], verdict, said["operation"], kind, said["name"], said["request"])
+    def seen(self) -> Iterator[AuditedRight]:
+        """Return the audited rights of the users of this namespace."""
+        for match in _SAID.finditer(self.node.broker.log.read_text(errors="replace")):
+            if match["user"].startswith(self.namespace):
+                verdict, kind = match["verdict"] == "Allowed", KINDS[match["kind"]]
+                yield AuditedRight(match["user"], verdict, match["operation"], kind, match["name"], match["request"])
 
     def unused(self) -> dict[str, set[str]]:
-        """By role, the rights that it has and that it made no use of."""
-        used: dict[str, set[Seen]] = {}
+        """Return the unexercised rights of each role."""
+        used: dict[str, set[AuditedRight]] = {}
         for seen in self.seen():
             used.setdefault(seen.user, set()).add(seen)
         return {
@@ -93,20 +93,20 @@ class Users:
         }
 
 
-def _uses(seen: Seen, acl: Acl) -> bool:
+def _uses(seen: AuditedRight, acl: Acl) -> bool:
     named = seen.name.startswith(acl.name) if acl.prefixed else seen.name == acl.name
     return seen.allowed and OPERATIONS.get(seen.operation) is acl.operation and seen.resource is acl.resource and named
 
 
 def start_audited(folder: Path) -> SecuredNode:
-    """A node that writes down what it allows; skips the test where there is none to start."""
+    """Start a node that logs allowed requests. Skip the test if there is none to start."""
     home = home_of(KAFKA)
     assert home is not None
     return start_secured(folder, kafka_home=home, audit=True)
 
 
 def rose(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, in a folder."""
+    """Run the command in a folder."""
     command = [sys.executable, "-P", "-m", "rose.pipeline.cli.main", *arguments]
     wide = os.environ | {"COLUMNS": "300"}
     return subprocess.run(command, cwd=folder, env=wide, capture_output=True, text=True, timeout=300, check=False)

@@ -97,8 +97,8 @@ class SecuredNode:
         """Settings for clients of this user. Each call sets a new password."""
         password = secrets.token_hex(16)
         credential = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, ITERATIONS)
-        asked = [UserScramCredentialUpsertion(user, credential, password.encode())]
-        for changed in self._admin.alter_user_scram_credentials(asked, request_timeout=ADMIN_SECONDS).values():
+        requested = [UserScramCredentialUpsertion(user, credential, password.encode())]
+        for changed in self._admin.alter_user_scram_credentials(requested, request_timeout=ADMIN_SECONDS).values():
             changed.result()
         return self.broker.settings(namespace, _signed_in(user, password, self.ca))
 
@@ -112,7 +112,7 @@ class SecuredNode:
     def forbid(self, user: str, acl: Acl) -> None:
         """Take a right away from a user. Raises BrokerFailed."""
         taken = _binding(user, acl)
-        asked = AclBindingFilter(
+        requested = AclBindingFilter(
             taken.restype,
             taken.name,
             taken.resource_pattern_type,
@@ -121,7 +121,7 @@ class SecuredNode:
             taken.operation,
             taken.permission_type,
         )
-        for deleted in self._admin.delete_acls([asked], request_timeout=ADMIN_SECONDS).values():
+        for deleted in self._admin.delete_acls([requested], request_timeout=ADMIN_SECONDS).values():
             deleted.result()
         self._await(user, lambda found: taken not in found)
 

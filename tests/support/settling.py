@@ -1,6 +1,6 @@
-"""Outcomes from somebody who trains on nothing: the smallest thing that lets groups end.
+"""Outcomes of a trainer that trains nothing, so that groups end.
 
-Keeps true: whatever has a reward is trained on, and what has none failed for the infrastructure's fault.
+Keeps true: a sample with a reward is settled as trained, and a sample without a reward as failed.
 """
 
 import time
@@ -11,7 +11,7 @@ from rose.topics.writer import Writer
 
 
 def settle(writer: Writer, sample: Sample) -> None:
-    """Write the sample's outcome; it is stored once the writer is flushed."""
+    """Write the outcome of the sample; a flush of the writer stores it."""
     outcome = SampleOutcome(
         trajectory_id=sample.trajectory_id,
         group_id=sample.group_id,

@@ -1,4 +1,4 @@
-"""Signals amid whatever the main thread does."""
+"""Signals that interrupt the main thread."""
 
 import signal
 import threading
@@ -9,12 +9,12 @@ from types import FrameType
 
 EVERY_SECONDS = 0.01
 HANDLED_SECONDS = 0.005
-"""Longer than the waits that are tried: such a wait is over by the time at which it would go on."""
+"""Duration of the signal handler. It exceeds the tested waits, so that a wait is over when it would continue."""
 
 
 @contextmanager
 def signals_come() -> Iterator[None]:
-    """Every few milliseconds, with a handler that takes its time. On the main thread."""
+    """Interrupt the main thread every few milliseconds with a slow handler."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         time.sleep(HANDLED_SECONDS)  # this is the fault

@@ -1,4 +1,4 @@
-"""Model folders with small tokenizers of the families that policies come from, and their chat templates."""
+"""Model folders with small tokenizers of common policy families, and their chat templates."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ CHATML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""In the shape of SmolLM2's and Qwen2.5's: a default system prompt, then every message as it is."""
+"""Template in the form of SmolLM2 and Qwen2.5: a default system prompt, then every message unchanged."""
 
 HEADERS = """
 {%- for message in messages %}
@@ -27,7 +27,7 @@ HEADERS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
-"""In the shape of Llama 3's."""
+"""Template in the form of Llama 3."""
 
 ROLES = """
 {{- bos_token }}
@@ -36,7 +36,7 @@ ROLES = """
 {%- else %}{{ '<｜Assistant｜>' + message['content'] + eos_token }}{% endif %}
 {%- endfor %}{{ '<｜Assistant｜>' }}
 """
-"""In the shape of R1's distillations, whose tokenizers call the role tokens not special."""
+"""Template in the form of the R1 distillations, whose tokenizers do not mark the role tokens as special."""
 
 SPECIAL = [
     "<|im_start|>",
@@ -48,7 +48,7 @@ SPECIAL = [
 ]
 SPECIAL += ["<|eot_id|>"]
 PIECES = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How Qwen's and Llama's tokenizers split text before they join bytes."""
+"""Pre-tokenization pattern of Qwen and Llama."""
 
 CORPUS = [
     "user assistant system",
@@ -62,7 +62,7 @@ def special_tokens(*words: str, special: bool = True, rstrip: bool = False) -> l
 
 
 def byte_level(added: Sequence[AddedToken] = special_tokens(*SPECIAL)) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on a few words."""
+    """Return a byte-level BPE tokenizer trained on a few words."""
     tokenizer = Tokenizer(models.BPE())
     byte_level: Any = pre_tokenizers.ByteLevel
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -80,9 +80,9 @@ def byte_level(added: Sequence[AddedToken] = special_tokens(*SPECIAL)) -> Tokeni
 
 
 def word_marking(added: Sequence[AddedToken] = (), *, scheme: str = "") -> Tokenizer:
-    """A tokenizer in the shape of Llama 2's: bytes where no letter is known, and `▁` where a word begins.
+    """Return a tokenizer in the form of Llama 2: bytes for unknown characters, and `▁` at the beginning of a word.
 
-    `scheme`: of Metaspace; without one each part of a text between two special tokens begins with a mark.
+    `scheme` is that of Metaspace. Without a scheme each part of a text between two special tokens begins with a marker.
     """
     as_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = ["<unk>", "<s>", "</s>", *as_bytes, "▁", *map(chr, range(33, 127))]
@@ -101,7 +101,7 @@ def word_marking(added: Sequence[AddedToken] = (), *, scheme: str = "") -> Token
 
 
 def by_likelihood(added: Sequence[AddedToken] = ()) -> Tokenizer:
-    """A Unigram tokenizer, whose vocabulary has its special tokens as pieces of text."""
+    """Return a Unigram tokenizer whose vocabulary has its special tokens as text pieces."""
     words = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((token.content, -1.0) for token in added)]
     letters = [(letter, -5.0) for letter in ["\n", "\t", "｜", *map(chr, range(32, 127))]]
     tokenizer = Tokenizer(models.Unigram([*words, *letters], 0, False))
@@ -111,7 +111,7 @@ def by_likelihood(added: Sequence[AddedToken] = ()) -> Tokenizer:
 
 
 def by_word(added: Sequence[AddedToken] = ()) -> Tokenizer:
-    """A tokenizer of whole words, whose vocabulary has its special tokens as words."""
+    """Return a tokenizer of whole words whose vocabulary has its special tokens as words."""
     words = ["<unk>", "<s>", "</s>", *(token.content for token in added), "go"]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -130,7 +130,8 @@ def folder(
     own: dict[str, str] | None = None,
     stops: Sequence[int] = (),
 ) -> Path:
-    """A model folder. `inside`: the template is a field of the tokenizer's configuration; `own`: its turn format."""
+    """Write a model folder. With `inside` the template is a field of the tokenizer configuration; `own` is its turn
+    format."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": bos, "eos_token": {"content": eos}}

@@ -1,4 +1,4 @@
-"""A tiny policy, a fixed set of samples, and a trainer over both, in this process or in one that is to be killed."""
+"""A tiny policy, a fixed set of samples, and a trainer of both, in this process or in a process to be killed."""
 
 import multiprocessing
 import os
@@ -34,7 +34,7 @@ from tests.support.sample_fixtures import turns_of
 VOCABULARY = 40
 GROUPS, GROUP_SIZE = 10, 4
 GROUPS_PER_STEP = 3
-STEPS = 4  # three of three groups and one of the last
+STEPS = 4  # three steps of three groups and one of the last
 FILTERED_GROUP, FAILED_GROUP = 2, 5
 PRELOADED = [
     "rose.workers.trainer.loop",
@@ -42,12 +42,12 @@ PRELOADED = [
     "transformers.models.qwen3.modeling_qwen3",
     __name__,
 ]
-"""What a trainer imports, so that one that is to be killed need not."""
+"""Imports of a trainer, made before the fork of a process to be killed."""
 POINTS = ("before_checkpoint", "after_checkpoint", "in_transaction", "after_transaction")
 
 
 def make_policy(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
-    """A model folder with a random Qwen3 of some thousand parameters."""
+    """Save a random Qwen3 of some thousand parameters as a model folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(11)
@@ -77,7 +77,7 @@ def group_name(number: int) -> str:
 def make_samples(
     seed: int = 5, *, groups: Iterable[int] = range(GROUPS), sampling: Sampling | None = None
 ) -> list[Sample]:
-    """Complete groups in a shuffled order, one of equal rewards and one with a failed member."""
+    """Return complete groups in a shuffled order, one with equal rewards and one with a failed member."""
     source = random.Random(seed)
     samples = [_sample(source, number, index, sampling) for number in groups for index in range(GROUP_SIZE)]
     source.shuffle(samples)
@@ -124,24 +124,25 @@ def write_prompts(settings: BusSettings, groups: Iterable[int] = range(GROUPS)) 
 
 
 def config_of(model_folder: Path, run_folder: Path, **change: Any) -> TrainerConfig:
-    """A learning rate that differs in every step, so that a resumed run shows whether its schedule is resumed."""
+    """Return a configuration with another learning rate in every step, so that a resumed run shows a resumed
+    schedule."""
     fields: dict[str, Any] = {"groups_per_step": GROUPS_PER_STEP, "total_groups": GROUPS, "max_staleness": 100}
-    fields |= {"max_logprob_difference": 1e9}  # no engine computed the logprobs of these samples
+    fields |= {"max_logprob_difference": 1e9}  # the logprobs of these samples come from no engine
     fields |= {"learning_rate_warmup_steps": 1, "learning_rate_schedule": "cosine", "learning_rate_decay_steps": 8}
     return TrainerConfig(model_folder=model_folder, run_folder=run_folder, learning_rate=1e-3, **(fields | change))
 
 
 def trainer_of(settings: BusSettings, model_folder: Path, run_folder: Path, **change: Any) -> Trainer:
-    """One that runs when it is told to."""
+    """Return a trainer that is not started."""
     return Trainer(settings, config_of(model_folder, run_folder, **change), WeightsConfig(), Event())
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left on the log."""
+    """The log after a run."""
 
     digests: dict[int, bytes]
-    """Of each version's manifest."""
+    """Digests of the manifests by version."""
     outcomes: list[tuple[str, Outcome, int]]
     """Trajectory, outcome and step, in the order of the log."""
 
@@ -164,7 +165,7 @@ def result_of(settings: BusSettings) -> Result:
 def train_in_a_process_that_is_killed(
     settings: BusSettings, model_folder: Path, run_folder: Path, *, point: str, version: int
 ) -> int | None:
-    """The exit status of a trainer that SIGKILL is to end at this point of this version."""
+    """Return the exit status of a trainer that is killed by SIGKILL at this point of this version."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=_train_armed, args=(settings, model_folder, run_folder, point, version))
@@ -183,7 +184,7 @@ def _die() -> None:
 
 
 def _arm(point: str, version: int) -> None:
-    """Make this process die when the trainer comes to the point."""
+    """Make this process die when the trainer reaches the point."""
     from rose.workers.trainer.checkpoint import Checkpoints, Progress
 
     current: list[Trainer] = []
@@ -203,7 +204,7 @@ def _arm(point: str, version: int) -> None:
             _die()
 
     def armed_commit(self: Writer, *arguments: Any, **named: Any) -> None:
-        # No version is made while the stream begins.
+        # No version is made while the stream starts.
         at = (point, current[0].versions.current) if current else None
         if at == ("in_transaction", version):
             self.flush()
@@ -218,7 +219,7 @@ def _arm(point: str, version: int) -> None:
 
 
 def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) -> BusSettings:
-    """A log on which everything has been asked for and sampled, and nothing trained."""
+    """Write a log on which all samples exist and none is trained."""
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=partitions, chunks=2))
     write_prompts(settings)
@@ -247,7 +248,7 @@ def outcomes_of(groups: Iterable[CompleteGroup]) -> list[SampleOutcome]:
 
 
 def on_log(settings: BusSettings) -> list[str]:
-    """The trajectories with an outcome, one entry for each outcome."""
+    """Return the trajectories with an outcome, one entry per outcome."""
     records = [envelope.record for envelope in read_whole_topics(settings, [OUTCOMES])]
     return sorted(record.trajectory_id for record in records if isinstance(record, SampleOutcome))
 

@@ -1,4 +1,4 @@
-"""A trajectory by hand: prompts, results and steps with few words."""
+"""Short constructors of prompts, results and steps of one trajectory."""
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.prompts import Prompt, Sampling
@@ -75,12 +75,12 @@ def live(
 
 
 def request_of(written: OutgoingRecords) -> TurnRequest:
-    """The request that was written, as its readers decode it."""
+    """Return the written request as its readers decode it."""
     assert written.request is not None
     return decode(TurnRequest, written.request.wire)
 
 
 def sample_of(written: OutgoingRecords) -> Sample:
-    """The sample that was written, as its readers decode it."""
+    """Return the written sample as its readers decode it."""
     assert written.sample is not None
     return decode(Sample, written.sample.wire)

@@ -1,4 +1,4 @@
-"""Waiting for what nothing can be awaited of: another process's file, log or health."""
+"""Polling of states without events: the file, log or health of another process."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from pathlib import Path
 
 LOOK_SECONDS = 0.005
 WAIT_SECONDS = 120.0
-"""What has not come by then has been lost."""
+"""A state that is not reached within this time counts as lost."""
 
 
 def until(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    """Look until it holds; the test fails when it does not within `seconds`."""
+    """Poll until the condition holds. Fail the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s"

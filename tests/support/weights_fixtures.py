@@ -1,6 +1,6 @@
-"""Versions of weights without a broker: what a publisher would store, and a log that is a dictionary.
+"""Versions of weights without a broker: the records of a publisher, and a log in a dictionary.
 
-Keeps true: manifests and chunks are made of the same parts as the publisher's own (`cut`, the codec, `merge`).
+Keeps true: manifests and chunks are made with the functions of the publisher (`cut`, the codec, `merge`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,18 +28,18 @@ Tensors = dict[str, Tensor]
 Place = tuple[int, int]
 
 RUN = ":run"
-"""What a run without a namespace is called that nobody names."""
+"""Default run name without a namespace."""
 
 
 def bare(version: int, base: int | None = None, **fields: Any) -> WeightManifest:
-    """A manifest of no tensors at all."""
+    """Return a manifest without tensors."""
     standard: dict[str, Any] = {"model_id": "m", "run": RUN, "epoch": 0, "step": version, "tensors": (), "slices": ()}
     standard |= {"digest": NO_BASE, "published_at": 0.0}
     return WeightManifest(version=version, base_version=base, **(standard | fields))
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, random: np.random.Generator) -> Tensors:
-    """Tensors of any bits that are a finite number: subnormals and both zeros among them."""
+    """Return tensors of arbitrary finite bit patterns, subnormals and both zeros included."""
     tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     for tensor in tensors.values():
         words = bits_of(tensor)
@@ -49,7 +49,7 @@ def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, ra
 
 
 def changed(tensors: Tensors, share: float, random: np.random.Generator) -> Tensors:
-    """A copy of which about so many elements have other bits."""
+    """Return a copy in which about the given number of elements have other bits."""
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in copies.values():
         words = bits_of(tensor)
@@ -71,19 +71,19 @@ def same_bits(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
 
 
 def part(tensor: Tensor, box: Box) -> NDArray[Any]:
-    """The bits of a box."""
+    """Return the bits of a box."""
     return read_box(bits_of(tensor), box)
 
 
 def shards_of(box: Box, ranks: int) -> list[Box]:
-    """Ranges of rows as FSDP2 cuts them: all of one length but the last ones, which may be empty."""
+    """Return row ranges as FSDP2 splits them: equal lengths except for the last, which may be empty."""
     length = -(-box.rows // ranks)
     edges = [min(box.rows, length * rank) for rank in range(ranks + 1)]
     return [Box(start, stop - start, 0, box.columns) for start, stop in pairwise(edges)]
 
 
 def with_slice(manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
-    """A manifest that is whole and says something else of one slice."""
+    """Return a complete manifest with one changed slice."""
     slices = list(manifest.slices)
     slices[number] = msgspec.structs.replace(slices[number], **change)
     changed = msgspec.structs.replace(manifest, slices=tuple(slices))
@@ -91,12 +91,12 @@ def with_slice(manifest: WeightManifest, number: int, **change: object) -> Weigh
 
 
 @dataclass(slots=True)
-class Shelf:
-    """A log of chunks in three partitions."""
+class MemoryChunkSink:
+    """A chunk log of three partitions in memory."""
 
     chunks: dict[Place, WeightChunk] = field(default_factory=dict)
     fetched: list[ChunkRef] = field(default_factory=list)
-    """Every reference that was ever asked for."""
+    """Every reference that was ever fetched."""
     partitions: int = 3
     files: tuple[str, ...] = ()
 
@@ -106,7 +106,7 @@ class Shelf:
         return StoredChunk(len(chunk.payload), digest_of(chunk.payload), partition=partition, offset=offset)
 
     def close(self) -> None:
-        """All is there at once."""
+        """Do nothing: all chunks are stored at once."""
 
     def store(
         self,
@@ -119,7 +119,7 @@ class Shelf:
         row_shards: int = 1,
         chunk_bytes: int = 100,
     ) -> WeightManifest:
-        """Store a version: an anchor, or a delta on `base`; as so many ranks would that each own some rows."""
+        """Store a version: an anchor, or a delta on `base`, written as by `ranks` ranks that each own some rows."""
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         slices = [
             self._slice(number, spec, box, tensors, base, version, chunk_bytes)
@@ -142,7 +142,7 @@ class Shelf:
         return merge_manifests([manifest])
 
     def fetch(self, refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
-        """Each partition in order, so slices come mixed; what is not there does not come."""
+        """Return each partition in order, so that slices are interleaved; missing chunks are left out."""
         self.fetched += refs
         for ref in sorted(refs, key=lambda ref: (ref.partition, ref.offset)):
             if (ref.partition, ref.offset) in self.chunks:
@@ -188,7 +188,7 @@ class Shelf:
 
 
 def covered(spec_shape: tuple[int, ...], boxes: list[Box]) -> NDArray[np.int64]:
-    """How often each element of a tensor lies in one of the boxes, int64 [rows, columns]."""
+    """Return how often each element of a tensor lies in one of the boxes, int64 [rows, columns]."""
     times = np.zeros(matrix(spec_shape), dtype=np.int64)
     for box in boxes:
         write_box(times, box, read_box(times, box) + 1)

@@ -1,4 +1,4 @@
-"""What a role may do, and how that is written for those who allow it."""
+"""Rights of each role, and their form for administrators."""
 
 import argparse
 import re
@@ -36,13 +36,13 @@ EVERY_ROLE = pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
 
 
 @EVERY_ROLE
-def test_no_right_reaches_beyond_the_namespace(role: Role) -> None:
+def test_acls_of_a_role_stay_within_the_namespace(role: Role) -> None:
     for acl in acls(role, "team."):
         assert acl.name.startswith("team.rose.") or (acl.resource, acl.name) == (Resource.CLUSTER, CLUSTER_NAME)
     assert len(set(acls(role))) == len(acls(role))
 
 
-def test_a_producer_may_ask_and_nothing_else() -> None:
+def test_producer_may_write_prompts_and_nothing_else() -> None:
     assert acls(PRODUCER) == [Acl(Operation.WRITE, Resource.TOPIC, PROMPTS.name)]
 
 
@@ -54,12 +54,14 @@ def test_a_producer_may_ask_and_nothing_else() -> None:
         (Operation.WRITE, PROMPTS.name, {"environment", "producer", "operator"}),
     ],
 )
-def test_what_decides_is_written_by_few(operation: Operation, topic: str, may: set[str]) -> None:
+def test_deciding_topics_are_written_only_by_the_roles_named_here(
+    operation: Operation, topic: str, may: set[str]
+) -> None:
     assert {name for name, role in ROLES.items() if Acl(operation, Resource.TOPIC, topic) in acls(role)} == may
 
 
 @EVERY_ROLE
-def test_the_lines_for_kafka_say_the_same(role: Role) -> None:
+def test_kafka_acl_commands_grant_the_acls_of_the_role(role: Role) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--add", action="store_true", required=True)
     parser.add_argument("--allow-principal", required=True)
@@ -70,20 +72,20 @@ def test_the_lines_for_kafka_say_the_same(role: Role) -> None:
         parser.add_argument(resource.flag, dest=resource.value, action="append")
     found = []
     for line in kafka_acls(role, "team.", "User:CN=one two"):
-        said = parser.parse_args(shlex.split(line))
-        assert said.allow_principal == "User:CN=one two"
+        parsed = parser.parse_args(shlex.split(line))
+        assert parsed.allow_principal == "User:CN=one two"
         found += [
-            Acl(Operation(operation), resource, name, prefixed=said.resource_pattern_type == "prefixed")
+            Acl(Operation(operation), resource, name, prefixed=parsed.resource_pattern_type == "prefixed")
             for resource in Resource
-            for name in getattr(said, resource.value) or ()
-            for operation in said.operation
+            for name in getattr(parsed, resource.value) or ()
+            for operation in parsed.operation
         ]
     assert sorted(map(str, found)) == sorted(map(str, acls(role, "team.")))
     assert set(found) == set(acls(role, "team."))
 
 
 @EVERY_ROLE
-def test_strimzis_user_says_the_same(role: Role) -> None:
+def test_strimzi_user_grants_the_acls_of_the_role(role: Role) -> None:
     user: Any = yaml.safe_load(strimzi_user(role, "team.", cluster="kafka", name="rose-x"))
     assert (user["apiVersion"], user["kind"]) == ("kafka.strimzi.io/v1", "KafkaUser")
     assert user["metadata"] == {"name": "rose-x", "labels": {"strimzi.io/cluster": "kafka"}}
@@ -99,7 +101,7 @@ def test_strimzis_user_says_the_same(role: Role) -> None:
     assert found == set(acls(role, "team."))
 
 
-def test_a_right_that_is_missing_is_one_sentence() -> None:
+def test_missing_right_is_reported_in_one_sentence() -> None:
     write = str(Acl(Operation.WRITE, Resource.TOPIC, "rose.turns.completed.v1"))
     assert str(RightsMissing("executor", [write, write])) == (
         "this client has no right to Write on topic rose.turns.completed.v1 (and 1 more): "
@@ -111,9 +113,9 @@ def test_a_right_that_is_missing_is_one_sentence() -> None:
         (KafkaError.GROUP_AUTHORIZATION_FAILED, "Read on group rose.environment"),
         (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "some right to a transactional id"),
     ):
-        told = BusError("storing a record", KafkaError(code), *rights)
-        assert f"storing a record failed: this client has no right to {named}: `rose topics acl" in str(told)
-        assert told.is_permanent
+        error = BusError("storing a record", KafkaError(code), *rights)
+        assert f"storing a record failed: this client has no right to {named}: `rose topics acl" in str(error)
+        assert error.is_permanent
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_right_that_is_missing_is_one_sentence() -> None:
         ({"security.protocol": "sasl_plaintext"}, True),
     ],
 )
-def test_versions_are_signed_where_clients_sign_in(
+def test_versions_are_signed_where_clients_authenticate(
     properties: dict[str, str], authenticated: bool, tmp_path: Path
 ) -> None:
     settings = BusSettings("127.0.0.1:1", "", properties)
@@ -141,7 +143,7 @@ def test_versions_are_signed_where_clients_sign_in(
         WeightReceiver(settings, make_trust(settings, "policy", WeightsConfig()), shapes={})
 
 
-def test_the_help_of_the_command_names_every_role_and_no_other() -> None:
+def test_help_of_the_command_names_exactly_the_roles() -> None:
     (option,) = (each for each in get_group(commands).commands["acl"].params if each.name == "role")
     words = set(re.findall(r"[a-z]+", str(getattr(option, "help", ""))))
     assert words - {"or", "also", "lenders"} == set(ROLES)

@@ -1,4 +1,4 @@
-"""Algorithms: loss and advantages against naive readings of their definitions, and algorithms by name."""
+"""Algorithms: loss and advantages against direct implementations of their definitions, and algorithms by name."""
 
 import copy
 import math
@@ -64,7 +64,8 @@ def loss_of(
 def naive(
     tokens: list[tuple[float, float, float, float]], bounds: TrainerConfig
 ) -> tuple[float, list[float], list[bool]]:
-    """The loss, its derivative by every logprob, and which tokens are clipped, from the words of the definition."""
+    """Return the loss, its derivative by every logprob, and the clipped tokens, computed directly from the
+    definition."""
     loss, slopes, clipped = 0.0, [], []
     for logprob, behaviour, advantage, mask in tokens:
         ratio = math.exp(logprob - behaviour)
@@ -108,15 +109,15 @@ def test_loss_and_gradient_are_those_of_the_definition(
         (1.0, 1.0, -1.0),  # on policy: the plain policy gradient
         (1.0, -1.0, 1.0),
         (1.27, 1.0, -1.27),
-        (1.29, 1.0, 0.0),  # pushed up far enough
+        (1.29, 1.0, 0.0),  # raised far enough
         (0.81, -1.0, 0.81),
-        (0.79, -1.0, 0.0),  # pulled down far enough
-        (0.5, 1.0, -0.5),  # a token that has become rare may come back
-        (1.5, -1.0, 1.5),  # and one that has become likely may go
-        (50.0, -1.0, 2.0),  # but its weight is truncated
+        (0.79, -1.0, 0.0),  # lowered far enough
+        (0.5, 1.0, -0.5),  # a token that has become rare may become likelier
+        (1.5, -1.0, 1.5),  # a token that has become likely may become rarer
+        (50.0, -1.0, 2.0),  # its weight is truncated
     ],
 )
-def test_where_a_token_stops_pulling(ratio: float, advantage: float, slope: float) -> None:
+def test_gradient_of_a_token_vanishes_outside_the_clip_range(ratio: float, advantage: float, slope: float) -> None:
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     zero, one = torch.zeros_like(logprob), torch.ones_like(logprob)
     loss_of(logprob, zero, one * advantage, one, BOUNDS).summed.backward()  # type: ignore[no-untyped-call]
@@ -124,7 +125,7 @@ def test_where_a_token_stops_pulling(ratio: float, advantage: float, slope: floa
     assert logprob.grad.item() == pytest.approx(slope)
 
 
-def test_what_is_masked_may_be_anything() -> None:
+def test_masked_tokens_may_have_any_value() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
     behaviour = torch.tensor([[float("nan"), -2.0, float("-inf")]])
     mask = torch.tensor([[0.0, 1.0, 0.0]])
@@ -134,7 +135,7 @@ def test_what_is_masked_may_be_anything() -> None:
 
 
 @given(REWARDS, st.booleans(), st.floats(-3, 3))
-def test_advantages_compare_within_the_group_alone(rewards: list[float], scale: bool, shift: float) -> None:
+def test_advantages_compare_only_within_a_group(rewards: list[float], scale: bool, shift: float) -> None:
     advantages = group_advantages(rewards, scale_by_deviation=scale)
     assert sum(advantages) == pytest.approx(0, abs=1e-9)
     assert sorted(range(len(rewards)), key=lambda i: (rewards[i], i)) == sorted(
@@ -149,11 +150,11 @@ def test_advantages_compare_within_the_group_alone(rewards: list[float], scale: 
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_what_sums_of_floats_leave_is_no_advantage(scale: bool) -> None:
+def test_rounding_error_of_equal_rewards_gives_no_advantage(scale: bool) -> None:
     assert group_advantages([0.1 + 0.2, 0.3, 0.3, 0.3], scale_by_deviation=scale) == [0.0] * 4
 
 
-def test_a_hair_between_rewards_is_no_lesson_of_full_weight() -> None:
+def test_tiny_reward_difference_does_not_give_full_advantages() -> None:
     hair = group_advantages([0.3, 0.3, 0.3, 0.3 + 1e-5], scale_by_deviation=True)
     whole = group_advantages([0.3, 0.3, 0.3, 1.0], scale_by_deviation=True)
     assert max(hair) < 0.1 < 1.7 < max(whole)
@@ -203,7 +204,7 @@ def test_group_without_a_difference_has_no_advantages(algorithm: Grpo | Rloo, re
 
 
 def rewarded(reward: float) -> TrainingSample:
-    """Two sampled tokens behind one that was observed."""
+    """Return two sampled tokens after an observed token."""
     return TrainingSample(
         tokens=[3, 5, 7],
         loss_mask=[0, 1, 1],
@@ -229,7 +230,7 @@ def test_built_in_algorithm_is_found_by_its_name(name: str, made: type) -> None:
         (":Own", "^unknown algorithm ':Own': use grpo, rloo"),
     ],
 )
-def test_name_that_leads_to_no_algorithm_is_refused(name: str, says: str) -> None:
+def test_name_without_an_algorithm_is_refused(name: str, says: str) -> None:
     with pytest.raises(UnknownAlgorithm, match=says) as refused:
         make_algorithm(config_of(algorithm=name))
     assert isinstance(refused.value, UsageError)
@@ -272,7 +273,7 @@ class Own:
         ("batch.advantages *", "batch.advantage *", "does not compute: AttributeError"),
     ],
 )
-def test_class_that_is_no_algorithm_is_refused_with_what_is_wrong(
+def test_class_that_is_not_an_algorithm_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, replaced: str, says: str
 ) -> None:
     name = f"own_{abs(hash((line, replaced)))}"
@@ -319,7 +320,7 @@ def test_own_algorithm_trains_a_policy_by_its_import_path(
 
 @pytest.fixture
 def fails_on_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
-    """The advantages of a group with a reward below 0 are no numbers."""
+    """The advantages of a group with a reward below 0 are NaN."""
     code = OWN.replace("sample.reward - 0.5", "sample.reward - 0.5 if sample.reward >= 0 else float('nan')")
     (tmp_path / "fails_on_negative.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -332,7 +333,7 @@ def fails_on_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train
 
 
 def selected(rewards: Mapping[int, float]) -> list[SelectedGroup]:
-    """Three groups; `rewards` replaces that of a group's second sample."""
+    """Return three groups; `rewards` replaces the reward of a group's second sample."""
     rules = SelectionRules(max_staleness=100, vocabulary=40, context_tokens=64)
     samples = sorted(make_samples(), key=lambda one: one.trajectory_id)
     groups = []
@@ -354,7 +355,7 @@ def test_group_on_which_an_algorithm_fails_is_left_out_and_the_others_are_traine
     assert undone and done.groups == 2 and done.tokens > 0 and learner.schedule_steps == 1
 
 
-def test_algorithm_that_fails_on_all_groups_ends_the_run_with_its_sentence(fails_on_one_group: TrainerConfig) -> None:
+def test_algorithm_that_fails_on_all_groups_ends_the_run_with_its_message(fails_on_one_group: TrainerConfig) -> None:
     learner = Learner(fails_on_one_group)
     with pytest.raises(AlgorithmError, match="one finite number"):
         learner.learn(selected({0: -1.0, 1: -1.0, 3: -1.0}), 1, undo=lambda: None)

@@ -1,4 +1,4 @@
-"""The conservation law: what the ledger says of any history, in any order of topics."""
+"""The conservation law: the ledger's counts for any history, in any order of topics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,51 +61,51 @@ def audit_of(*events: Event, **since: float) -> Audit:
 
 
 @dataclass(frozen=True)
-class Course:
-    """How far a trajectory came, and what the audit must say of it."""
+class TrajectoryCase:
+    """The progress of a trajectory, and its expected state in the audit."""
 
     events: tuple[tuple[str, Callable[[str], Event]], ...]
-    said: str
+    expected_state: str
 
 
 TOPICS = ["groups", "progress", "samples", "outcomes", "prompts"]
 
 COURSES = (
-    Course((("progress", progress),), "in_a_turn"),
-    Course((("samples", finished),), "waiting"),
-    Course((("progress", progress), ("progress", tombstone), ("samples", finished)), "waiting"),
-    Course((("samples", finished), ("outcomes", settled)), "trained"),
-    Course((("outcomes", lambda name: settled(name, Outcome.STALE)),), "stale"),
-    Course((("progress", progress), ("progress", tombstone)), "lost"),
-    Course((("progress", tombstone),), "lost"),
-    Course((), "lost"),
-    Course((("samples", finished), ("outcomes", settled), ("outcomes", settled)), "doubled"),
-    Course((("samples", finished), ("samples", finished), ("outcomes", settled)), "doubled"),
+    TrajectoryCase((("progress", progress),), "in_a_turn"),
+    TrajectoryCase((("samples", finished),), "waiting"),
+    TrajectoryCase((("progress", progress), ("progress", tombstone), ("samples", finished)), "waiting"),
+    TrajectoryCase((("samples", finished), ("outcomes", settled)), "trained"),
+    TrajectoryCase((("outcomes", lambda name: settled(name, Outcome.STALE)),), "stale"),
+    TrajectoryCase((("progress", progress), ("progress", tombstone)), "lost"),
+    TrajectoryCase((("progress", tombstone),), "lost"),
+    TrajectoryCase((), "lost"),
+    TrajectoryCase((("samples", finished), ("outcomes", settled), ("outcomes", settled)), "doubled"),
+    TrajectoryCase((("samples", finished), ("samples", finished), ("outcomes", settled)), "doubled"),
 )
 
 
 @given(st.lists(st.sampled_from(COURSES), min_size=1, max_size=12), st.permutations(TOPICS), st.booleans())
-def test_every_trajectory_of_an_opened_group_is_counted_where_it_is(
-    courses: list[Course], order: list[str], deleted: bool
+def test_every_trajectory_of_an_open_group_is_counted_in_one_state(
+    courses: list[TrajectoryCase], order: list[str], deleted: bool
 ) -> None:
     topics: dict[str, list[Event]] = {name: [] for name in order}
     topics["groups"].append(group(size=len(courses)))
-    if not deleted:  # after some days the group alone knows what was asked for
+    if not deleted:  # after some days only the group knows the requested trajectories
         topics["prompts"].append(prompt(size=len(courses)))
     for index, course in enumerate(courses):
         for topic, event in course.events:
             topics[topic].append(event(trajectory_id("g", index)))
     audit = audit_of(*(fold for name in order for fold in topics[name]))
-    said = [course.said for course in courses]
+    expected_state = [course.expected_state for course in courses]
     assert audit.requested == len(courses)
     assert audit.in_flight.not_opened == 0
-    assert audit.in_flight.in_a_turn == said.count("in_a_turn")
-    assert audit.in_flight.waiting_for_trainer == said.count("waiting")
-    assert audit.stale == said.count("stale")
-    assert audit.trained == said.count("trained") + said.count("doubled")
-    assert audit.lost == tuple(trajectory_id("g", i) for i, what in enumerate(said) if what == "lost")
-    assert audit.doubled == tuple(trajectory_id("g", i) for i, what in enumerate(said) if what == "doubled")
-    assert audit.clean == (not {"lost", "doubled"} & set(said))
+    assert audit.in_flight.in_a_turn == expected_state.count("in_a_turn")
+    assert audit.in_flight.waiting_for_trainer == expected_state.count("waiting")
+    assert audit.stale == expected_state.count("stale")
+    assert audit.trained == expected_state.count("trained") + expected_state.count("doubled")
+    assert audit.lost == tuple(trajectory_id("g", i) for i, what in enumerate(expected_state) if what == "lost")
+    assert audit.doubled == tuple(trajectory_id("g", i) for i, what in enumerate(expected_state) if what == "doubled")
+    assert audit.clean == (not {"lost", "doubled"} & set(expected_state))
 
 
 @given(
@@ -113,10 +113,10 @@ def test_every_trajectory_of_an_opened_group_is_counted_where_it_is(
     known=st.sampled_from([None, *GroupState]),
     order=st.randoms(use_true_random=False),
 )
-def test_a_group_is_asked_for_once_however_often_and_wherever_its_prompt_lies(
+def test_duplicate_prompts_request_their_group_once(
     copies: list[tuple[int, bool]], known: GroupState | None, order: object
 ) -> None:
-    """Partition 0 is the home; `known` None: nothing was decided at home yet."""
+    """Partition 0 is the home; `known` None means that the home has decided nothing yet."""
     events = []
     for offset, (partition, is_dead) in enumerate(copies):
         events.append(prompt((partition, offset), at_home=partition == 0))
@@ -138,11 +138,11 @@ def test_a_group_is_asked_for_once_however_often_and_wherever_its_prompt_lies(
         assert audit.requested == 4 * (waits_at_home or (on_its_way and nothing_at_home))
 
 
-def test_a_second_prompt_of_a_known_group_asks_for_nothing() -> None:
+def test_second_prompt_of_a_known_group_requests_nothing() -> None:
     assert audit_of(prompt((0, 7), size=2), prompt((0, 3), size=4)).requested == 4
 
 
-def test_a_dead_lettered_prompt_asks_for_nothing_and_its_group_may_be_asked_for_again() -> None:
+def test_dead_lettered_prompt_requests_nothing_and_frees_its_group_id() -> None:
     assert audit_of(dead(), prompt()).requested == 0
     assert audit_of(prompt(), dead(), prompt((0, 7), size=2)).requested == 2
     refused = group(GroupState.REFUSED, offset=3)
@@ -150,20 +150,20 @@ def test_a_dead_lettered_prompt_asks_for_nothing_and_its_group_may_be_asked_for_
     assert audit_of(prompt(), refused, prompt((0, 7), size=2)).in_flight.not_opened == 2
 
 
-def test_a_forwarded_prompt_whose_copy_was_refused_asks_for_nothing() -> None:
+def test_forwarded_prompt_with_a_refused_copy_requests_nothing() -> None:
     assert audit_of(prompt((1, 5), at_home=False)).requested == 4
     assert audit_of(prompt((1, 5), at_home=False), prompt((0, 3)), dead((0, 3))).requested == 0
     assert audit_of(prompt((1, 5), at_home=False), group(GroupState.REFUSED)).requested == 0
 
 
 @pytest.mark.parametrize("what", [finished, settled])
-def test_what_nobody_asked_for_is_named(what: Callable[[str], Event]) -> None:
+def test_unrequested_trajectory_is_named(what: Callable[[str], Event]) -> None:
     audit = audit_of(prompt((0, 0)), what("other:0"))
     assert audit.unasked == ("other:0",)
     assert not audit.clean
 
 
-def test_what_is_older_than_the_log_keeps_accuses_nobody() -> None:
+def test_records_beyond_the_retention_are_not_violations() -> None:
     assert audit_of(settled("old:0", at=1.0), forgotten_before=2.0).clean
     assert audit_of(group(), forgotten, settled("g:0", at=1.0), forgotten_before=2.0).clean
     assert not audit_of(settled("new:0", at=3.0), forgotten_before=2.0).clean
@@ -172,7 +172,7 @@ def test_what_is_older_than_the_log_keeps_accuses_nobody() -> None:
     assert audit_of(group(GroupState.SETTLED, outcomes_from=5), outcomes_from=5).lost
 
 
-def test_the_terms_have_the_names_of_the_summary() -> None:
+def test_audit_terms_have_the_names_of_the_summary() -> None:
     terms = audit_of(prompt((0, 0)), settled("g:0", Outcome.INFRA_FAILED)).trajectories()
     assert terms == {
         "requested": 4,

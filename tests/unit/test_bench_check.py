@@ -1,4 +1,4 @@
-"""How benchmarks tell what they found: `--json -` is one object, whatever else is said meanwhile."""
+"""Output of benchmarks: `--json -` prints one object, whatever else is printed."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ CURVE = Curve(seed=0, lag=1, held_out_tasks=4, before=0.25, after=0.5, points=[P
 
 
 def printed(program: Callable[[], None], *line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status of a program with this command line, and its standard output."""
+    """Return the exit status of a program with this command line, and its standard output."""
     status = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bench", *line])
@@ -45,7 +45,7 @@ def printed(program: Callable[[], None], *line: str, capsys: pytest.CaptureFixtu
     return status, capsys.readouterr().out
 
 
-def test_what_is_told_is_one_object_or_for_people_and_kept_in_a_file(
+def test_bench_output_is_one_json_object_or_text_and_is_kept_in_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tell([CHECK], broker="embedded", file="-")
@@ -56,12 +56,12 @@ def test_what_is_told_is_one_object_or_for_people_and_kept_in_a_file(
     assert (tmp_path / "found").read_text() == whole
 
 
-def test_a_bound_that_is_missed_by_little_is_seen_to_be() -> None:
+def test_bound_missed_by_a_little_is_shown_as_missed() -> None:
     assert "0.1032 of a core (at most 0.1: MISSED)" in str(Check("share", 0.1032, "of a core", 0.1, "max", ""))
     assert "7,560.00 turns/s (at least 5,000: met)" in str(Check("router", 7560.0, "turns/s", 5_000, "min", ""))
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_unwritable_output_file_is_refused_before_any_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = options("about")
@@ -73,27 +73,29 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         assert f"{file} cannot be written: name a file" in capsys.readouterr().err
 
 
-def test_a_router_that_was_sent_fewer_heartbeats_than_its_fleet_sends_costs_no_less() -> None:
+def test_router_cost_is_not_lowered_by_missing_heartbeats() -> None:
     whole = heartbeats.share(1.0, 10_000, 1_000, 4, {})
     assert whole.value == 0.125 and whole.details["microseconds a heartbeat"] == 100.0
     assert heartbeats.share(0.5, 5_000, 1_000, 4, {}).value == whole.value
     assert not heartbeats.share(0.01, 0, 1_000, 4, {}).met, "none was measured"
 
 
-def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_storm_bench_prints_one_json_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def blown(seed: int, _shape: Shape, *, leaves: int) -> Report:
         assert not leaves
         return Report(seed, "embedded", Path(), breaches=["lost"] * (seed == 8))
 
     monkeypatch.setattr(storm, "storm", blown)
-    status, said = printed(storm.main, "--first", "7", "--seeds", "2", "--json", "-", capsys=capsys)
-    found = json.loads(said)
+    status, output = printed(storm.main, "--first", "7", "--seeds", "2", "--json", "-", capsys=capsys)
+    found = json.loads(output)
     assert (status, [each["seed"] for each in found["storms"]], found["checks"][0]["value"]) == (1, [7, 8], 1)
-    status, said = printed(storm.main, "--first", "7", "--seeds", "1", capsys=capsys)
-    assert status == 0 and said.startswith("1 storms, 1 clean")
+    status, output = printed(storm.main, "--first", "7", "--seeds", "1", capsys=capsys)
+    assert status == 0 and output.startswith("1 storms, 1 clean")
 
 
-def test_a_clean_storm_that_misses_a_bound_is_told_by_the_status(
+def test_storm_that_misses_a_bound_fails_by_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KAFKA_HOME", "somewhere")
@@ -104,17 +106,17 @@ def test_a_clean_storm_that_misses_a_bound_is_told_by_the_status(
     monkeypatch.setattr(
         storm, "storm", lambda seed, _shape, leaves: Report(seed, "kafka", Path(), faults=faults, left=left)
     )
-    status, said = printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)
-    assert status == 1 and said.startswith("1 storms, 1 clean")
+    status, output = printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)
+    assert status == 1 and output.startswith("1 storms, 1 clean")
 
 
-def test_who_leaves_when_a_storm_is_over_was_not_asked_to_in_it() -> None:
+def test_departures_after_the_storm_do_not_count_as_requested_in_it() -> None:
     few = Report(7, "kafka", Path(), faults=Counter({"leave router": 20, "leave trainer": 3}), left=Counter({0: 33}))
     found = {check.name: check for check in storm.checks_of([few], leaves=30)}
     assert found["asked to leave while it blew"].value == 23 and not found["asked to leave while it blew"].met
 
 
-def test_demos_tell_one_object(
+def test_demo_bench_prints_one_json_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = configured([], 0).run_folder.name
@@ -134,9 +136,9 @@ def test_demos_tell_one_object(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", demo)
     monkeypatch.setattr(learning, "run_reference", reference)
-    _, said = printed(learning.main, "--seeds", "1", "--reference", "--json", "-", capsys=capsys)
-    found = json.loads(said)
+    _, output = printed(learning.main, "--seeds", "1", "--reference", "--json", "-", capsys=capsys)
+    found = json.loads(output)
     assert [each["value"] for each in found["checks"]] == [0.3, 0.8]
     assert found["reference"][0]["points"] and found["runs"][0]["curve"] == [0.5]
-    _, said = printed(learning.main, "--seeds", "1", capsys=capsys)
-    assert "over the bus, seed 0: 0.300 -> 0.800" in said and "at least 0.7: met" in said
+    _, output = printed(learning.main, "--seeds", "1", capsys=capsys)
+    assert "over the bus, seed 0: 0.300 -> 0.800" in output and "at least 0.7: met" in output

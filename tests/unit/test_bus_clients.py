@@ -1,4 +1,4 @@
-"""What readers and writers do without a broker: they wait no longer than they were told, and can be let go."""
+"""Readers and writers without a broker: bounded waits, and release of their clients."""
 
 import gc
 import logging
@@ -30,19 +30,19 @@ from tests.unit.test_health import Clock
 NOBODY = BusSettings("127.0.0.1:9")
 
 
-class Words(logging.Handler):
-    """What a client says."""
+class LogMessages(logging.Handler):
+    """A log handler that collects the messages of a client."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
-class StartedAgain:
-    """A broker that lists a topic of one partition, whose leader it has not told of it yet."""
+class RestartedBroker:
+    """A broker that lists a topic of one partition whose leader does not know the topic yet."""
 
     def __init__(self, answers_at: float) -> None:
         self.began, self.answers_at = monotonic(), answers_at
@@ -56,8 +56,8 @@ class StartedAgain:
         return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions={0: None})})
 
 
-def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_of_it() -> None:
-    broker = StartedAgain(answers_at=PROPAGATION_SECONDS + 0.5)
+def test_listed_topic_is_not_missing_while_its_leader_does_not_know_it() -> None:
+    broker = RestartedBroker(answers_at=PROPAGATION_SECONDS + 0.5)
     assert watermarks_of(broker, TopicPartition("there", 0)) == (3, 7)
     with pytest.raises(TopicMissing):
         watermarks_of(broker, TopicPartition("there", 1))
@@ -74,31 +74,31 @@ def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_o
         {"no.such.setting": "1"},
     ],
 )
-def test_settings_that_no_client_can_be_made_of_are_refused_in_a_sentence(properties: dict[str, str]) -> None:
+def test_settings_invalid_for_a_client_are_refused_in_one_sentence(properties: dict[str, str]) -> None:
     settings = BusSettings(NOBODY.bootstrap, properties=properties)
     with pytest.raises(UsageError, match="refuses its settings"):
         Writer(settings, "test", transactional_id="test")
 
 
-def test_settings_that_no_reader_can_be_made_of_are_refused_in_a_sentence() -> None:
+def test_settings_invalid_for_a_reader_are_refused_in_one_sentence() -> None:
     settings = BusSettings(NOBODY.bootstrap, properties={"receive.message.max.bytes": "1000"})
     with pytest.raises(UsageError, match=r"refuses its settings.*receive\.message"):
         Reader(settings, "test")
 
 
 class Leaders:
-    """Of partitions that begin at 3 and end at 7; of those named here one does not answer, or refuses."""
+    """Leaders of partitions that begin at 3 and end at 7. One of the named partitions gets no answer, or a refusal."""
 
     def __init__(self, silent: int = -1, refuses: int = -1) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.silent, self.refuses = silent, refuses
 
     def get_watermark_offsets(self, partition: TopicPartition, timeout: float) -> tuple[int, int]:
-        self.asked.append("one")
+        self.calls.append("one")
         return 3, 7
 
     def offsets_for_times(self, partitions: list[TopicPartition], timeout: float) -> list[SimpleNamespace]:
-        self.asked.append("all")
+        self.calls.append("all")
         found = {-2: 3, -1: 7}
         refusal = KafkaError(KafkaError.NOT_LEADER_FOR_PARTITION)
         return [
@@ -120,12 +120,14 @@ class Leaders:
         (Leaders(refuses=0), 2, ["all", "meanwhile", "one", "meanwhile", "one"]),
     ],
 )
-def test_ends_are_asked_for_at_once_and_one_by_one_where_a_leader_does_not_tell(
+def test_end_offsets_are_queried_in_one_call_and_singly_if_a_leader_is_silent(
     leaders: Leaders, partitions: int, questions: list[str]
 ) -> None:
-    wanted = [TopicPartition("topic", each) for each in range(partitions)]
-    assert all_watermarks_of(leaders, wanted, lambda: leaders.asked.append("meanwhile")) == [(3, 7)] * partitions
-    assert leaders.asked == questions
+    partitions_asked = [TopicPartition("topic", each) for each in range(partitions)]
+    assert (
+        all_watermarks_of(leaders, partitions_asked, lambda: leaders.calls.append("meanwhile")) == [(3, 7)] * partitions
+    )
+    assert leaders.calls == questions
 
 
 @pytest.mark.parametrize(
@@ -137,26 +139,26 @@ def test_ends_are_asked_for_at_once_and_one_by_one_where_a_leader_does_not_tell(
         ({"delivery.timeout.ms": "5000"}, "message.timeout.ms = 5000"),
     ],
 )
-def test_what_the_user_gives_wins_by_any_of_its_names(given: dict[str, str], means: str) -> None:
-    heard = Words()
+def test_user_setting_overrides_the_default_under_any_alias(given: dict[str, str], means: str) -> None:
+    log_messages = LogMessages()
     logger = logging.Logger("client", logging.DEBUG)
-    logger.addHandler(heard)
+    logger.addHandler(log_messages)
     settings = BusSettings(NOBODY.bootstrap, properties={**given, "debug": "conf", "log_level": "7"})
     reads = "max.partition.fetch.bytes" in given
     config = settings.consumer("test", "test") if reads else settings.transactional("test", "test")
     client = (Consumer if reads else Producer)({**config, "logger": logger})
-    until(lambda: client.poll(0.0) or any(said.endswith(means) for said in heard.said))
+    until(lambda: client.poll(0.0) or any(messages.endswith(means) for messages in log_messages.messages))
 
 
-def test_a_question_for_offsets_whose_time_is_over_waits_no_more() -> None:
+def test_offset_query_past_its_deadline_does_not_wait() -> None:
     reader = Reader(NOBODY, "test", group="test")
     with pytest.raises(BusError):
         reader.committed([(PROMPTS, 0)], seconds=-1.0)
     reader.close()
 
 
-def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None:
-    """One that is not is held by its own reports of delivery, with its threads and connections."""
+def test_closed_writer_is_freed_with_its_unstored_records() -> None:
+    """An unclosed writer is held by its own delivery reports, with its threads and connections."""
     writer = Writer(NOBODY, "test")
     for _ in range(10):
         writer.tombstone(HEARTBEATS, key="a", partition=0, on_delivery=lambda partition, offset: None)
@@ -167,26 +169,26 @@ def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None
     assert left() is None
 
 
-def test_a_writer_that_is_closed_does_not_wait_for_the_threads_of_brokers(capfd: pytest.CaptureFixture[str]) -> None:
-    """One may be held by a name server that does not answer, and who waits for it holds up the whole process."""
-    said = ""
+def test_closing_a_writer_does_not_wait_for_broker_threads(capfd: pytest.CaptureFixture[str]) -> None:
+    """A thread may be blocked by a silent name server, and a wait for the thread would block the whole process."""
+    messages = ""
 
-    def told() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return "Purging queues" in said.rpartition("\n")[0]
+    def is_logged() -> bool:
+        nonlocal messages
+        messages += capfd.readouterr().err
+        return "Purging queues" in messages.rpartition("\n")[0]
 
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # of one that refuses it the thread may end before it purges
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the thread of a refusing server may end before the purge
         nobody = f"127.0.0.1:{silent.getsockname()[1]}"
         writer = Writer(BusSettings(nobody, properties={"debug": "queue", "log_level": "7"}), "test")
         writer.tombstone(HEARTBEATS, key="a", partition=0)
         writer.close()
-        until(told)
-    assert "Purging queues with flags queue,inflight,non-blocking" in said
+        until(is_logged)
+    assert "Purging queues with flags queue,inflight,non-blocking" in messages
 
 
 class Client:
-    """Of librdkafka, whose end takes long; it fails as a producer of a transactional id too."""
+    """A librdkafka client with a slow end. Its start as a transactional producer fails."""
 
     def __init__(self, ended_on: list[str]) -> None:
         self._ended_on = ended_on
@@ -208,7 +210,7 @@ class Client:
 
 
 class Slow:
-    """Freed together with a writer, it lets other threads on meanwhile."""
+    """An object that is freed with a writer and lets other threads run meanwhile."""
 
     def __del__(self) -> None:
         Event().wait(0.01)
@@ -219,7 +221,7 @@ def drop(writer: Writer) -> None:
 
 
 def drop_after_an_error(writer: Writer) -> None:
-    """Which has the writer until it is forgotten."""
+    """Drop a writer that a handled exception references."""
     reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=noop)
     with pytest.raises(BusError):
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
@@ -227,14 +229,14 @@ def drop_after_an_error(writer: Writer) -> None:
 
 
 def drop_in_a_cycle(writer: Writer) -> None:
-    """Which a collection frees, with what else is in it."""
+    """Drop a writer in a reference cycle, which a garbage collection frees."""
     writer.close()
     cycle: list[object] = [writer, Slow()]
     cycle.append(cycle)
 
 
 @pytest.mark.parametrize("dropped", [drop, drop_after_an_error, drop_in_a_cycle])
-def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its_client(
+def test_dropping_a_closed_writer_does_not_wait_for_its_client(
     dropped: Callable[[Writer], None],
 ) -> None:
     ended_on = list[str]()
@@ -247,7 +249,7 @@ def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its
     assert ended_on == ["free"]
 
 
-def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_cannot_begin_transactions_does_not_wait_for_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_on = list[str]()
     monkeypatch.setattr("rose.topics.writer.Producer", lambda _: Client(ended_on))
     monkeypatch.setattr("rose.topics.transactions.TRANSACTION_SECONDS", -1.0)
@@ -257,8 +259,8 @@ def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended_on == ["free"]
 
 
-def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By these turns it is counted for how long the broker has said nothing."""
+def test_retried_transaction_call_counts_as_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempts measure how long the broker has been silent."""
     clock, takes = Clock(), [0.0, 1.0, 0.25]
     began = clock.now
 
@@ -295,10 +297,10 @@ NOT_COORDINATOR = KafkaError(KafkaError.NOT_COORDINATOR, "moved", False, True)
         ([NOT_COORDINATOR] * 1000, 60.0),
     ],
 )
-def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
+def test_offsets_are_committed_to_the_new_coordinator_after_a_move(
     monkeypatch: pytest.MonkeyPatch, refusals: list[KafkaError], gone_on_for: float | None
 ) -> None:
-    """librdkafka says of some refusals that the call may be made again, and leaves it at that."""
+    """librdkafka reports some refusals as retriable and does not retry them."""
     clock, left = Clock(), [*refusals]
     began = clock.now
 
@@ -328,16 +330,16 @@ def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
     writer.close()
 
 
-def test_a_commit_of_offsets_is_given_up_once_the_coordinator_answers_others_not_because_some_broker_does(
+def test_offset_commit_is_aborted_only_if_the_coordinator_answers_other_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    never, asked, away_for = Event(), 0, 50
+    never, calls, away_for = Event(), 0, 50
 
     def reach_coordinator(place: tuple[object, int]) -> None:
-        nonlocal asked
+        nonlocal calls
         assert place == (PROMPTS, 0)
-        asked += 1
-        if asked <= away_for:
+        calls += 1
+        if calls <= away_for:
             raise BusError("reaching the coordinator of a group", KafkaError(KafkaError._TIMED_OUT))
 
     monkeypatch.setattr("rose.topics.writer.connect", lambda _: None)
@@ -349,33 +351,33 @@ def test_a_commit_of_offsets_is_given_up_once_the_coordinator_answers_others_not
     reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=reach_coordinator)
     with pytest.raises(BusError, match="it has not returned"):
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
-    assert asked == away_for + 4, "at one look less than half of them, of which there are ten"
+    assert calls == away_for + 4, "at one look less than half of them, of which there are ten"
     never.set()
     writer.close()
 
 
 @pytest.mark.parametrize(
-    ("servers", "age", "said", "told"),
+    ("servers", "age", "messages", "is_reported"),
     [
         (["a:1"], 0, "1/1 brokers are down", True),
         (["a:1", "a:1"], 0, "1/1 brokers are down", True),
-        (["a:1", "b:1", "c:1"], 0, "1/1 brokers are down", False),  # it does not know of the others yet
-        (["a:1", "b:1", "c:1"], 60, "2/2 brokers are down", True),  # one had been away before
-        (["localhost:1", "127.0.0.1:1"], 60, "1/1 brokers are down", True),  # the lone one has two names
+        (["a:1", "b:1", "c:1"], 0, "1/1 brokers are down", False),  # the other brokers are not known yet
+        (["a:1", "b:1", "c:1"], 60, "2/2 brokers are down", True),  # one broker had been away before
+        (["localhost:1", "127.0.0.1:1"], 60, "1/1 brokers are down", True),  # the single broker has two names
     ],
 )
-def test_the_first_of_several_servers_that_is_away_is_no_trouble_and_all_that_are_known_later_is(
-    monkeypatch: pytest.MonkeyPatch, servers: list[str], age: float, said: str, told: bool
+def test_one_unreachable_bootstrap_server_is_tolerated_and_all_brokers_are_not(
+    monkeypatch: pytest.MonkeyPatch, servers: list[str], age: float, messages: str, is_reported: bool
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(settings, "time", SimpleNamespace(monotonic=clock))
-    heard = BusSettings(",".join(servers)).client("test")["error_cb"]
-    assert callable(heard)
+    error_callback = BusSettings(",".join(servers)).client("test")["error_cb"]
+    assert callable(error_callback)
     settings._warned_at.clear()
     clock.now += age
     with structlog.testing.capture_logs() as logs:
-        heard(KafkaError(KafkaError._ALL_BROKERS_DOWN, said))
-    assert [line["reason"] for line in logs] == [said] * told
+        error_callback(KafkaError(KafkaError._ALL_BROKERS_DOWN, messages))
+    assert [line["reason"] for line in logs] == [messages] * is_reported
 
 
 DISCONNECTED = KafkaError(KafkaError._TRANSPORT, "host:9/bootstrap: Disconnected")
@@ -390,7 +392,7 @@ BROKEN_OFF = (
 
 
 @pytest.mark.parametrize(
-    ("said", "raised", "why"),
+    ("messages", "raised", "why"),
     [
         ((DISCONNECTED, ALL_DOWN, UNTRUSTED, DISCONNECTED), AuthenticationFailed, "certificate verify failed"),
         ((UNKNOWN, ALL_DOWN), AuthenticationFailed, "wrong password"),
@@ -399,8 +401,8 @@ BROKEN_OFF = (
         ((), BrokerUnreachable, "transport failure"),
     ],
 )
-def test_who_is_not_trusted_is_told_so_whatever_else_was_heard(
-    monkeypatch: pytest.MonkeyPatch, said: tuple[KafkaError, ...], raised: type[RoseError], why: str
+def test_authentication_failure_is_reported_before_any_other_error(
+    monkeypatch: pytest.MonkeyPatch, messages: tuple[KafkaError, ...], raised: type[RoseError], why: str
 ) -> None:
     class Refused:
         def __init__(self, config: dict[str, Any], **_: Any) -> None:
@@ -410,28 +412,28 @@ def test_who_is_not_trusted_is_told_so_whatever_else_was_heard(
             raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
         def poll(self, *_: Any, **__: Any) -> int:
-            return len([self.complain(error) for error in said])
+            return len([self.complain(error) for error in messages])
 
     monkeypatch.setattr(admin, "AdminClient", Refused)
     with pytest.raises(raised, match=why):
         admin.connect(NOBODY)
 
 
-def test_a_record_that_is_refused_for_its_time_is_told_with_what_to_do() -> None:
-    told = str(BusError("storing a record", KafkaError(KafkaError.INVALID_TIMESTAMP)))
-    assert "the clock of this host is off" in told
-    assert "`rose topics check`" in told
+def test_record_refused_for_its_timestamp_is_reported_with_the_fix() -> None:
+    message = str(BusError("storing a record", KafkaError(KafkaError.INVALID_TIMESTAMP)))
+    assert "the clock of this host is off" in message
+    assert "`rose topics check`" in message
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_broker_that_names_places_where_nobody_answers_is_told_with_them(
+def test_unreachable_advertised_listeners_are_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch, *, answers: bool
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        nobody.bind(("127.0.0.1", 0))  # bound and not listening
         places = [nobody.getsockname(), *([there.getsockname()] if answers else [])]
 
-        class Elsewhere:
+        class UnreachableBrokers:
             def __init__(self, *_: Any, **__: Any) -> None:
                 pass
 
@@ -439,7 +441,7 @@ def test_a_broker_that_names_places_where_nobody_answers_is_told_with_them(
                 nodes = {number: SimpleNamespace(host=host, port=port) for number, (host, port) in enumerate(places)}
                 return SimpleNamespace(brokers=nodes)
 
-        monkeypatch.setattr(admin, "AdminClient", Elsewhere)
+        monkeypatch.setattr(admin, "AdminClient", UnreachableBrokers)
         if answers:
             admin.connect(NOBODY)
             return

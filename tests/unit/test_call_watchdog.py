@@ -1,4 +1,4 @@
-"""What hangs is given up; what is slow, and whoever waits for a broker that is away, is not."""
+"""Hung calls are aborted; slow calls and waits for an unreachable broker are not."""
 
 import gc
 import threading
@@ -21,20 +21,20 @@ def soon(call: Callable[[], object], reach: Callable[[], object]) -> None:
     run_guarded(call, CallWatchdog(reach, check_seconds=0.01, seconds=0.05))
 
 
-class Away:
+class UnreachableBroker:
     """A broker that does not answer until it is back."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
         self.back = threading.Event()
 
     def reach(self) -> None:
-        self.asked += 1
+        self.calls += 1
         if not self.back.is_set():
             raise BrokerUnreachable("127.0.0.1:9")
 
 
-def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
+def test_call_that_never_returns_is_aborted_and_a_returning_call_is_not() -> None:
     never = threading.Event()
     for _ in range(50):
         soon(lambda: never.wait(0.002), lambda: None)
@@ -43,14 +43,14 @@ def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
     never.set()
 
 
-def test_a_signal_amid_a_look_does_not_make_it_endless() -> None:
+def test_signal_during_a_check_does_not_prolong_the_call() -> None:
     never = threading.Event()
     with signals_come(), pytest.raises(HungCall, match="though the broker answers others"):
         run_guarded(never.wait, CallWatchdog(lambda: None, check_seconds=0.002, seconds=0.1))
     never.set()
 
 
-def test_what_the_call_raises_is_raised() -> None:
+def test_exception_of_the_call_is_raised() -> None:
     def fail() -> None:
         raise LookupError("of its own")
 
@@ -58,8 +58,8 @@ def test_what_the_call_raises_is_raised() -> None:
         soon(fail, lambda: None)
 
 
-def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as_hung() -> None:
-    never, away, clock = threading.Event(), Away(), Clock()
+def test_call_waits_while_no_broker_answers_and_the_loop_is_not_hung() -> None:
+    never, away, clock = threading.Event(), UnreachableBroker(), Clock()
     health = Health(clock)
     health.report("owns homes [0]")
 
@@ -69,19 +69,19 @@ def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as
             away.reach()
             return
         assert health.status.alive, health.status
-        if away.asked == 100:  # many times as many looks as would have been too many
+        if away.calls == 100:  # far more checks than the limit
             away.back.set()
         raise BrokerUnreachable("127.0.0.1:9")
 
     with pytest.raises(HungCall):
         wait = CallWatchdog(reach, on_broker_away=health.report_progress, check_seconds=0.01, seconds=0.05)
         run_guarded(never.wait, wait)
-    assert away.asked > 100
+    assert away.calls > 100
     never.set()
 
 
-def test_what_the_client_raises_amid_a_look_keeps_nothing_of_the_call() -> None:
-    """It never lets go of what is being handled when it raises, nor of the frames of that."""
+def test_exception_during_a_check_keeps_no_reference_to_the_call() -> None:
+    """confluent-kafka never releases the handled exception when it raises, nor the frames of that exception."""
     client, never = Producer({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}), threading.Event()
 
     class Held:
@@ -102,41 +102,41 @@ def test_what_the_client_raises_amid_a_look_keeps_nothing_of_the_call() -> None:
     until(lambda: gc.collect() >= 0 and gone() is None)
 
 
-def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:
-    never, away = threading.Event(), Away()
+def test_stopping_process_does_not_wait_for_an_unreachable_broker() -> None:
+    never, away = threading.Event(), UnreachableBroker()
 
-    def wait() -> CallWatchdog:  # asked to leave at the tenth look at which no broker answers
-        begins = away.asked
-        wanted = lambda: away.asked - begins < 10  # noqa: E731
+    def wait() -> CallWatchdog:  # stopped at the tenth check without an answer of the broker
+        begins = away.calls
+        still_needed = lambda: away.calls - begins < 10  # noqa: E731
         return CallWatchdog(
-            away.reach, on_broker_away=lambda: None, still_needed=wanted, check_seconds=LOOK, seconds=0.05
+            away.reach, on_broker_away=lambda: None, still_needed=still_needed, check_seconds=LOOK, seconds=0.05
         )
 
     with pytest.raises(HungCall, match="answers nobody"):
         run_guarded(never.wait, wait())
     with pytest.raises(HungCall, match="answers nobody"):
         poll_until_done(lambda seconds: never.wait(seconds), wait())
-    assert away.asked == 20
+    assert away.calls == 20
     never.set()
 
 
-def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was_away() -> None:
-    away = Away()
+def test_call_that_returns_after_a_long_broker_outage_is_not_aborted() -> None:
+    away = UnreachableBroker()
 
     def call() -> None:
         away.back.wait()
 
     def reach() -> None:
-        if away.asked == 100:
+        if away.calls == 100:
             away.back.set()
         away.reach()
 
     run_guarded(call, CallWatchdog(reach, on_broker_away=lambda: None, check_seconds=0.01, seconds=2.0))
-    assert away.asked >= 100
+    assert away.calls >= 100
 
 
-class Slow:
-    """A coordinator that answers amid this many looks, of which those after the first half ask whether it is there."""
+class SlowCoordinator:
+    """A coordinator that answers during the given check. After half of the checks, the checks query the broker."""
 
     def __init__(self, looks: int) -> None:
         self.left = looks
@@ -154,14 +154,14 @@ class Slow:
             self._returned.wait()
 
 
-def test_a_call_that_returns_amid_the_last_look_is_not_given_up() -> None:
-    slow = Slow(looks=2)
+def test_call_that_returns_during_the_last_check_is_not_aborted() -> None:
+    slow = SlowCoordinator(looks=2)
     run_guarded(slow.call, CallWatchdog(slow.reach, check_seconds=0.2, seconds=1.0))
     assert not slow.left
 
 
-def test_who_is_asked_to_leave_does_not_wait_as_long() -> None:
-    never, away = threading.Event(), Away()
+def test_stopping_process_waits_for_a_shorter_time() -> None:
+    never, away = threading.Event(), UnreachableBroker()
 
     def leaving(reach: Callable[[], object]) -> CallWatchdog:
         return CallWatchdog(reach, still_needed=lambda: False, check_seconds=LOOK, seconds=60.0, leaving_seconds=0.05)
@@ -170,25 +170,25 @@ def test_who_is_asked_to_leave_does_not_wait_as_long() -> None:
         run_guarded(never.wait, leaving(away.reach))
     with pytest.raises(HungCall, match="though the broker answers others"):
         run_guarded(never.wait, leaving(lambda: None))
-    assert away.asked == 1
+    assert away.calls == 1
     never.set()
 
 
-def test_a_call_is_given_up_after_twelve_looks_when_the_broker_has_answered_others_at_five() -> None:
-    asked: list[int] = []
-    wait = CallWatchdog(lambda: asked.append(looks))
+def test_call_is_aborted_after_twelve_checks_if_the_broker_answered_others_at_five() -> None:
+    calls: list[int] = []
+    wait = CallWatchdog(lambda: calls.append(looks))
     for looks in range(1, 12):  # noqa: B007
         wait.check()
     with pytest.raises(HungCall, match="for 12 s"):
         wait.check()
-    assert asked == [7, 8, 9, 10, 11]
+    assert calls == [7, 8, 9, 10, 11]
 
 
 LOOK = 0.01
 
 
 class Transaction:
-    """A commit that is done when it has been gone on with so often, if ever."""
+    """A commit that is done after the given number of polls."""
 
     def __init__(self, turns: int) -> None:
         self.left = turns
@@ -199,7 +199,7 @@ class Transaction:
         return self.left == 0
 
 
-def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
+def test_resumable_call_is_polled_until_it_is_done_or_aborted() -> None:
     slow = Transaction(turns=5)
     poll_until_done(slow.commit, CallWatchdog(lambda: None, check_seconds=LOOK, seconds=0.05))
     assert not slow.left
@@ -207,7 +207,7 @@ def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
         poll_until_done(Transaction(turns=100).commit, CallWatchdog(lambda: None, check_seconds=LOOK, seconds=0.05))
 
 
-def test_while_a_call_lasts_something_else_is_done_and_may_end_it() -> None:
+def test_callback_runs_during_a_call_and_may_end_it() -> None:
     met: list[int] = []
     poll_until_done(Transaction(turns=3).commit, CallWatchdog(lambda: None, check_seconds=LOOK), lambda: met.append(1))
     assert met == [1, 1]
@@ -219,8 +219,8 @@ def test_while_a_call_lasts_something_else_is_done_and_may_end_it() -> None:
         poll_until_done(Transaction(turns=3).commit, CallWatchdog(lambda: None, check_seconds=LOOK), ends)
 
 
-def test_a_commit_waits_for_a_broker_that_answers_nobody() -> None:
-    away, slow = Away(), Transaction(turns=100)
+def test_commit_waits_for_a_broker_that_answers_no_client() -> None:
+    away, slow = UnreachableBroker(), Transaction(turns=100)
     wait = CallWatchdog(away.reach, on_broker_away=lambda: None, check_seconds=LOOK, seconds=0.05)
     poll_until_done(slow.commit, wait)
-    assert not slow.left and away.asked > 90
+    assert not slow.left and away.calls > 90

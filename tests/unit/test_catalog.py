@@ -1,4 +1,4 @@
-"""The catalog's keys are those under which records are written."""
+"""The catalog's keys are the keys of written records."""
 
 import re
 
@@ -29,41 +29,41 @@ from tests.golden.examples import EXAMPLES
 def fields_of(topic: Topic) -> set[str]:
     if topic.record is None:
         return {name.removeprefix(HEADER_PREFIX) for name in ORIGIN}
-    asked = TurnRequest.__struct_fields__ if topic.record is TurnDispatch else ()
+    request_fields = TurnRequest.__struct_fields__ if topic.record is TurnDispatch else ()
     file = ["file"] if topic.record is WeightManifest else []
-    return {*topic.record.__struct_fields__, *asked, *file}
+    return {*topic.record.__struct_fields__, *request_fields, *file}
 
 
 @pytest.mark.parametrize("topic", [*RECORD_TOPICS, DEAD_LETTERS[0]], ids=lambda topic: topic.name)
-def test_keys_are_made_of_what_the_record_says(topic: Topic) -> None:
+def test_record_keys_are_built_from_record_fields(topic: Topic) -> None:
     forms = keys_of(topic)
     assert set(re.findall(r"{(.*?)}", " ".join(forms))) <= fields_of(topic)
     assert len(set(forms)) == len(forms) and not re.search(r"[\[\]|]", "".join(forms))
 
 
-def test_a_grant_has_a_key_for_each_who_speaks() -> None:
+def test_grant_has_one_key_per_source() -> None:
     (grant,) = (each for each in EXAMPLES if isinstance(each, CapacityGrant))
     keys = {form.format(worker=grant.worker) for form in keys_of(GRANTS)}
-    assert keys == {grant_key(grant.worker, voice) for voice in GrantSource}
+    assert keys == {grant_key(grant.worker, source) for source in GrantSource}
 
 
-def test_a_manifest_has_a_key_with_the_file_of_its_anchor_and_one_without() -> None:
+def test_manifest_has_one_key_with_its_anchor_file_and_one_without() -> None:
     (manifest,) = (each for each in EXAMPLES if isinstance(each, WeightManifest))
     plain, filed = keys_of(MANIFESTS)
-    said = msgspec.structs.asdict(manifest)
+    fields = msgspec.structs.asdict(manifest)
     for files, form in (((), plain), (("anchor-a", "anchor-b"), filed)):
         key = manifest_key(msgspec.structs.replace(manifest, files=files))
-        assert key == form.format(**said, file="anchor-a")
+        assert key == form.format(**fields, file="anchor-a")
 
 
 @pytest.mark.parametrize("topic", CATALOG, ids=lambda topic: topic.name)
-def test_a_topic_is_compacted_or_has_a_retention(topic: Topic) -> None:
+def test_topic_is_compacted_or_has_a_retention(topic: Topic) -> None:
     config = topic.config_with(DEFAULT_RETENTION)
     assert ("retention.ms" in config) == (topic.retention_setting is not None) == ("delete" in config["cleanup.policy"])
     assert topic.is_deleted_by_broker == (config.get("retention.ms", "-1") != "-1")
 
 
-def test_a_retention_changes_only_topics_that_the_broker_deletes_by_age() -> None:
+def test_retention_setting_changes_only_topics_deleted_by_age() -> None:
     shorter = Retention(outcomes=4 * 3600.0, samples=3600.0)
     changed = {topic for topic in CATALOG if topic.config_with(shorter) != topic.config_with(DEFAULT_RETENTION)}
     assert changed == {OUTCOMES}, "ROSE deletes samples itself"

@@ -1,4 +1,4 @@
-"""Chat templates as turn formats: what real ones append is taken over, and what does not append is refused."""
+"""Chat templates as turn formats: appending templates are accepted, and others are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ REASONING = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""In the shape of Qwen3's: the reasoning of all turns before the last question is left out."""
+"""Template in the form of Qwen3: the reasoning of all turns before the last question is left out."""
 
 LATEST_FIRST = """
 {%- for message in messages %}
@@ -30,7 +30,7 @@ LATEST_FIRST = """
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' }}
 """
-"""It puts its instructions before the newest message, so they move with every turn."""
+"""The template puts its instructions before the newest message, so they move with every turn."""
 
 MARKED = CHATML.replace(
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}",
@@ -39,12 +39,12 @@ MARKED = CHATML.replace(
     "{%- endgeneration %}"
     "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\\n' }}",
 )
-"""In the shape of SmolLM3's and of templates for training: it marks what the policy says."""
+"""Template in the form of SmolLM3 and of training templates: it marks the tokens of the policy."""
 
 TOOLS = "{%- set calls = [{'name': 'add', 'of': [1, 2.5], 'about': '<rechnet für \"alle\">'}] %}"
 TOOLS += "{{- '<|im_start|>system\\n' + (calls | tojson) + (calls | tojson(indent=2)) + '<|im_end|>\\n' }}"
 TOOLS += "{%- if tools is not none or documents is not none %}{{- 'more' }}{%- endif %}" + CHATML
-"""It writes tools of its own, and asks for others."""
+"""The template writes its own tools, and requests others."""
 
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
 """No special token ends a message."""
@@ -59,7 +59,7 @@ TALK = (("+7-3+8", "0+7"), ("7", "It is\n\n12."), ("over", ""))
 
 
 def conversation(turns: TurnFormat) -> list[int]:
-    """The context at the third turn, as an environment worker builds it."""
+    """Return the context at the third turn, as an environment worker builds it."""
     tokens: list[int] = []
     for number, (observation, action) in enumerate(TALK):
         tokens += turns.observation_tokens(observation, first=not number)
@@ -78,7 +78,7 @@ def conversation(turns: TurnFormat) -> list[int]:
     ],
     ids=["chatml", "headers", "marked", "tools"],
 )
-def test_a_context_is_what_the_template_writes_of_the_conversation(
+def test_context_equals_the_template_rendering_of_the_conversation(
     tmp_path: Path, tokenizer: Tokenizer, template: str, eos: str, stop: str, *, inside: bool
 ) -> None:
     from transformers import PreTrainedTokenizerFast
@@ -100,13 +100,13 @@ def test_a_context_is_what_the_template_writes_of_the_conversation(
     assert reference.convert_tokens_to_ids(eos) in turns.stop_token_ids
 
 
-def test_the_generation_configuration_adds_its_stop_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_generation_configuration_adds_its_stop_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     made = folder(tmp_path, tokenizer, CHATML)
     (made / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert TurnFormat(made).stop_token_ids == (1, 2)
 
 
-def test_a_turn_format_of_its_own_wins_over_the_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_own_turn_format_takes_precedence_over_the_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     made = folder(tmp_path, tokenizer, REASONING)
     (made / "generation_config.json").write_text('{"eos_token_id": 1}')
     (made / "turn_format.json").write_text('{"suffix": "<|im_start|>"}')
@@ -127,7 +127,7 @@ def test_a_turn_format_of_its_own_wins_over_the_template(tmp_path: Path, tokeniz
     ],
     ids=["reasoning", "moving", "plain", "raises", "undefined", "broken", "escape", "deaf"],
 )
-def test_a_template_that_is_no_turn_format_is_refused_in_a_sentence_that_says_how_to_mend_it(
+def test_template_that_is_not_a_turn_format_is_refused_with_the_fix(
     tmp_path: Path, tokenizer: Tokenizer, template: str, words: str
 ) -> None:
     with pytest.raises(TurnFormatError, match=words) as refused:
@@ -136,7 +136,7 @@ def test_a_template_that_is_no_turn_format_is_refused_in_a_sentence_that_says_ho
     assert "\n" not in str(refused.value)
 
 
-def test_a_tokenizer_that_joins_text_with_what_stands_around_it_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_that_merges_text_with_adjacent_tokens_is_refused(tmp_path: Path) -> None:
     words = ["<s>", "</s>", "[A]", "[A]0", *map(chr, range(32, 127)), "\n", "]0"]
     merges = [("]", "0")]
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges))
@@ -160,7 +160,9 @@ def test_a_tokenizer_that_joins_text_with_what_stands_around_it_is_refused(tmp_p
         {"turn_format.json": b"{}", "generation_config.json": b'{"eos_token_id": "\xff"}'},
     ],
 )
-def test_broken_files_are_one_sentence(tmp_path: Path, tokenizer: Tokenizer, files: dict[str, bytes]) -> None:
+def test_broken_files_are_reported_in_one_sentence(
+    tmp_path: Path, tokenizer: Tokenizer, files: dict[str, bytes]
+) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -169,13 +171,13 @@ def test_broken_files_are_one_sentence(tmp_path: Path, tokenizer: Tokenizer, fil
     assert "\n" not in str(refused.value)
 
 
-def test_a_template_that_an_editor_saved_with_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
+def test_template_with_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, byte_level(), CHATML)
     (path / "chat_template.jinja").write_text(CHATML, encoding="utf-8-sig")
     with pytest.raises(TurnFormatError, match="begins with a byte order mark"):
         TurnFormat(path)
 
 
-def test_a_folder_that_says_nothing_of_turns_is_told_what_it_may_have(tmp_path: Path) -> None:
+def test_folder_without_a_turn_format_is_refused_with_the_options(tmp_path: Path) -> None:
     with pytest.raises(TurnFormatError, match=r"neither a chat_template\.jinja nor a turn_format\.json"):
         TurnFormat(tmp_path)

@@ -1,4 +1,4 @@
-"""The clock that never jumps, and moments as people are told them."""
+"""The monotonic clock in unix seconds, and timestamps in messages."""
 
 import time
 
@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from rose.pipeline.clock import format_utc, steady_clock
 
 
-def test_seconds_that_never_jump_are_unix_seconds() -> None:
+def test_monotonic_seconds_are_unix_seconds() -> None:
     clock = steady_clock()
     assert abs(clock() - time.time()) < 1.0 and clock() <= clock()
 
 
 @given(st.floats())
-def test_whatever_number_was_stamped_on_a_message_it_can_be_told(seconds: float) -> None:
+def test_any_message_timestamp_can_be_formatted(seconds: float) -> None:
     assert format_utc(seconds)

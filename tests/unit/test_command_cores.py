@@ -1,4 +1,4 @@
-"""The command's cores: prompt files, restarts, tasks, and the live view."""
+"""Pure cores of the command: prompt files, restarts, tasks, and the live view."""
 
 import bz2
 import codecs
@@ -41,7 +41,7 @@ def line(**changes: object) -> bytes:
     return msgspec.json.encode({"group_id": "g1", "group_size": 2, "environment": "calculator", "seed": 1} | changes)
 
 
-def test_a_good_prompt_file_is_read_whole(tmp_path: Path) -> None:
+def test_valid_prompt_file_is_read_completely(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b"\n".join([line(), b"", line(group_id="g2", arguments={"max_operands": 3})]))
     prompts = read_prompts(file, BUILT_IN)
@@ -49,15 +49,15 @@ def test_a_good_prompt_file_is_read_whole(tmp_path: Path) -> None:
     assert prompts[1].arguments == {"max_operands": 3}
 
 
-def test_what_is_longer_as_json_than_on_the_bus_is_read(tmp_path: Path) -> None:
+def test_prompt_larger_as_json_than_as_msgpack_is_read(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    said = {"group_id": "g1", "group_size": 2, "environment": "calculator", "arguments": {"text": "\u8bed" * 160_000}}
-    file.write_text(json.dumps(said))
+    fields = {"group_id": "g1", "group_size": 2, "environment": "calculator", "arguments": {"text": "\u8bed" * 160_000}}
+    file.write_text(json.dumps(fields))
     assert file.stat().st_size > Prompt.MAX_BYTES
-    assert read_prompts(file, BUILT_IN) == [msgspec.convert(said, Prompt)]
+    assert read_prompts(file, BUILT_IN) == [msgspec.convert(fields, Prompt)]
 
 
-def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_every_invalid_line_is_named_with_its_reason(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     bad = {
         2: (b"not json", "begin with {"),
@@ -88,8 +88,8 @@ def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
 BOM = codecs.BOM_UTF8
 
 
-def test_prompts_with_a_mark_of_their_byte_order_are_read(tmp_path: Path) -> None:
-    """At the beginning of a file, and within one that was joined from several."""
+def test_prompt_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """The mark is at the beginning of a file, or within a file that was joined from several."""
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(BOM + line() + b"\r\n" + BOM + line(group_id="g2") + b"\r\n" + BOM)
     assert [prompt.group_id for prompt in read_prompts(file, BUILT_IN)] == ["g1", "g2"]
@@ -111,7 +111,7 @@ def test_prompts_with_a_mark_of_their_byte_order_are_read(tmp_path: Path) -> Non
         (BOM + b"[\n" + line() + b"]", "is a JSON array: write its prompts one a line"),
     ],
 )
-def test_a_prompt_file_of_another_form_is_refused_in_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
+def test_prompt_file_of_another_format_is_refused_in_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=rf"{says}.*; nothing was sent") as refused:
@@ -119,7 +119,7 @@ def test_a_prompt_file_of_another_form_is_refused_in_one_sentence(tmp_path: Path
     assert "\n" not in str(refused.value)
 
 
-def test_an_empty_or_missing_prompt_file_is_refused(tmp_path: Path) -> None:
+def test_empty_or_missing_prompt_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UsageError, match="no prompt in it"):
         read_prompts(tmp_path / "empty.jsonl", BUILT_IN)
@@ -127,7 +127,7 @@ def test_an_empty_or_missing_prompt_file_is_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "missing.jsonl", BUILT_IN)
 
 
-def test_what_a_run_has_settled_is_left_out_of_a_prompt_file(tmp_path: Path) -> None:
+def test_settled_groups_are_left_out_of_a_prompt_file(tmp_path: Path) -> None:
     file, metrics = tmp_path / "prompts.jsonl", tmp_path / "metrics.jsonl"
     file.write_bytes(b"\n".join(line(group_id=f"g{number}") for number in range(5)))
     unknown = {"reward_mean": None, "success_rate": None, "staleness_mean": None, "staleness_max": None}
@@ -148,7 +148,7 @@ def test_what_a_run_has_settled_is_left_out_of_a_prompt_file(tmp_path: Path) -> 
         read_prompts(file, BUILT_IN, without=tmp_path / "missing.jsonl")
 
 
-def test_each_server_that_lends_has_a_name_and_users_of_its_own_and_there_may_be_more_than_inboxes() -> None:
+def test_each_lending_server_has_its_own_name_and_users() -> None:
     settings = ["run.executors=1", "run.lenders=2", "topics.inbox_slots=1", 'serving.flags=["--seed", "0"]']
     config = load(Common(settings=settings))
     roles = {role.name: role.arguments for role in lending_server_roles(config)}
@@ -163,13 +163,13 @@ def test_each_server_that_lends_has_a_name_and_users_of_its_own_and_there_may_be
     assert roles["lender-1"][-1] != roles["lender-2"][-1]
 
 
-def test_an_executor_of_this_machine_has_a_port_by_its_number_and_one_named_otherwise_the_first() -> None:
+def test_numbered_local_executor_has_its_own_port_and_others_the_first() -> None:
     names = ("executor-0", "executor-12", "gpu-7", "executor-", "executor-x", "executor-\u0663")
     assert [number_of(name) for name in names] == [0, 12, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["port", "router", "control", "trainer", "environment", "executor"])
-def test_what_is_no_port_is_refused_in_a_sentence(name: str) -> None:
+def test_invalid_port_is_refused_in_one_sentence(name: str) -> None:
     for port in (-1, 65536):
         with pytest.raises(UsageError, match=rf"metrics\.{name} \({port}\) must be a port"):
             load(Common(settings=[f"metrics.{name}={port}"]))
@@ -178,18 +178,18 @@ def test_what_is_no_port_is_refused_in_a_sentence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["router", "a b", "a/b", "x" * 129, "a\n", "\u00e4"])
-def test_what_cannot_be_an_executors_name_is_refused_in_a_sentence(name: str) -> None:
+def test_invalid_executor_name_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(UsageError, match=r"executor\.name"):
         _ = load(Common(overrides=(("--name", "executor.name", name),))).settings.executor.worker
 
 
-def test_an_executor_that_nobody_names_has_the_hosts_name() -> None:
+def test_unnamed_executor_has_the_host_name() -> None:
     executor = load(Common()).settings.executor
     assert (executor.worker, executor.slot) == (socket.gethostname(), None)
 
 
 @given(seed=st.integers(0, 5000), groups=st.integers(1, 300))
-def test_no_training_task_is_a_held_out_one(seed: int, groups: int) -> None:
+def test_training_tasks_and_held_out_tasks_are_disjoint(seed: int, groups: int) -> None:
     tasks = TasksSection()
     held_out = range(tasks.held_out_seed, tasks.held_out_seed + tasks.held_out)
     try:
@@ -206,7 +206,7 @@ def test_groups_of_one_trajectory_are_refused_before_a_demo_begins() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40))
-def test_only_quick_crashes_in_a_row_end_a_run(runs: list[int]) -> None:
+def test_only_consecutive_quick_crashes_end_a_run(runs: list[int]) -> None:
     restarts, now, row = restart_backoff(), 0.0, 0
     for seconds in runs:
         now = restarts.until + seconds
@@ -219,7 +219,7 @@ def beat(**changes: object) -> SlackHeartbeat:
     return msgspec.structs.replace(found, **changes)
 
 
-def test_the_view_shows_what_is_recent() -> None:
+def test_view_shows_recent_records() -> None:
     view = RunState(began=0.0)
     for record in EXAMPLES:
         view.on_record(record, 10.0)
@@ -230,13 +230,13 @@ def test_the_view_shows_what_is_recent() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0)), max_size=12))
-def test_the_view_forgets_an_executor_once_others_were_heard_for_long_without_it(
-    beats: list[tuple[str, float]],
+def test_view_forgets_an_executor_after_a_long_silence_among_live_ones(
+    heartbeats: list[tuple[str, float]],
 ) -> None:
     view = RunState(began=0.0)
     last: dict[str, float] = {}
     now = 0.0
-    for worker, later in beats:
+    for worker, later in heartbeats:
         now += later
         view.on_record(beat(worker=worker, ttl_seconds=2.0), now)
         last[worker] = now
@@ -247,8 +247,8 @@ def test_the_view_forgets_an_executor_once_others_were_heard_for_long_without_it
         last = {name: at for name, at in last.items() if name in kept}
 
 
-def test_the_view_keeps_no_sample() -> None:
-    """Each may hold a whole context: a view that is open for weeks keeps what it shows of them, and no more."""
+def test_view_keeps_no_samples() -> None:
+    """A sample may hold a whole context: a view that is open for weeks keeps only what it shows."""
     view = RunState(began=0.0)
     sample = next(record for record in EXAMPLES if isinstance(record, Sample))
     before = sys.getrefcount(sample)
@@ -258,7 +258,7 @@ def test_the_view_keeps_no_sample() -> None:
 
 
 @given(st.floats(-1e6, 1e6))
-def test_silence_is_told_by_when_a_heartbeat_came_here_and_by_no_other_clock(off: float) -> None:
+def test_silence_is_measured_by_local_arrival_of_heartbeats(off: float) -> None:
     view = RunState(began=0.0)
     view.on_record(beat(sent_at=1000.0 + off, ttl_seconds=2.0), 10.0, wall=1000.0)
     [fresh], [old] = view.present_executors(12.0), view.present_executors(12.1)
@@ -266,7 +266,7 @@ def test_silence_is_told_by_when_a_heartbeat_came_here_and_by_no_other_clock(off
     assert fresh.clock_off_seconds == pytest.approx(off)
 
 
-def test_what_was_on_the_log_before_is_no_sign_of_life() -> None:
+def test_records_older_than_the_view_prove_no_liveness() -> None:
     view = RunState(began=5.0)
     view.on_record(beat(), 9.0, fresh=False, wall=9.0)
     view.on_progress("g:0", 9.0, live=True, fresh=False)
@@ -277,7 +277,7 @@ def test_what_was_on_the_log_before_is_no_sign_of_life() -> None:
     assert not view.present_executors(20.0)
 
 
-def test_how_long_a_stage_stands_still_is_told_by_two_stamps_of_the_broker() -> None:
+def test_stall_of_a_stage_is_measured_between_broker_timestamps() -> None:
     view = RunState(began=50.0)
     opened = Group(group_id="g", group_size=3, state=GroupState.OPEN, offset=0, changed_at=0.0)
     view.on_record(opened, 50.0, fresh=False, stamp=1000.0)
@@ -290,7 +290,7 @@ def test_how_long_a_stage_stands_still_is_told_by_two_stamps_of_the_broker() -> 
     assert view.applied_seconds(57.0) == 1.0
 
 
-def test_no_group_could_be_opened_before_an_outcome_made_room_for_it() -> None:
+def test_full_window_opens_no_group_before_an_outcome() -> None:
     view = RunState(began=0.0)
     view.on_record(Group(group_id="g", group_size=1, state=GroupState.OPEN, offset=0, changed_at=0.0), 10.0)
     assert view.opened_seconds(400.0, None) == 390.0
@@ -299,7 +299,7 @@ def test_no_group_could_be_opened_before_an_outcome_made_room_for_it() -> None:
     assert (view.open_groups, view.opened_seconds(401.0, None)) == (0, 1.0)
 
 
-def test_a_run_that_was_ended_stands_still_since_its_first_process_began_again() -> None:
+def test_resumed_run_counts_stalls_from_its_first_new_process() -> None:
     view = RunState(began=50.0)
     for stamp in (900.0, 50_000.0, 50_003.0):
         view.on_record(RoleBegun(role="router-0"), 50.0, fresh=False, stamp=stamp)
@@ -312,7 +312,7 @@ def test_a_run_that_was_ended_stands_still_since_its_first_process_began_again()
     assert view.applied_seconds(57.0) == 13.0
 
 
-def test_an_executor_could_take_a_turn_since_it_was_ready_without_a_break() -> None:
+def test_executor_room_counts_from_unbroken_readiness() -> None:
     view = RunState(began=0.0)
     could = {"policy_version": 1, "max_turns": 4, "rollout": Tenant(), "ttl_seconds": 20.0}
     view.on_record(beat(state=ExecutorState.STARTING, **could), 10.0)
@@ -325,7 +325,7 @@ def test_an_executor_could_take_a_turn_since_it_was_ready_without_a_break() -> N
     assert view.able_seconds(52.0) == 0.0
 
 
-def test_beginnings_of_late_are_counted_by_role_and_by_the_clock_of_the_broker() -> None:
+def test_recent_starts_are_counted_by_role_and_broker_clock() -> None:
     view = RunState(began=0.0)
     for stamp in (100.0, 950.0, 960.0):
         view.on_record(RoleBegun(role="router-0", times=2, reason="away"), 0.0, fresh=False, stamp=stamp)
@@ -341,7 +341,7 @@ def test_beginnings_of_late_are_counted_by_role_and_by_the_clock_of_the_broker()
     st.lists(st.tuples(st.sampled_from(["", "node-1/0", "node-1/1", "node-2/0"]), st.integers(1, 5)), min_size=1),
     st.booleans(),
 )
-def test_namesakes_that_begin_in_places_of_their_own_are_counted_apart(
+def test_processes_of_one_name_on_different_partitions_count_separately(
     beginnings: list[tuple[str, int]], fresh: bool
 ) -> None:
     view = RunState(began=0.0)
@@ -354,7 +354,7 @@ def test_namesakes_that_begin_in_places_of_their_own_are_counted_apart(
     assert router.times == max(counts.values())
 
 
-def test_time_in_which_nobody_looked_counts_in_no_duration_that_stamps_tell() -> None:
+def test_unobserved_time_counts_in_no_timestamp_duration() -> None:
     view = RunState(began=50.0)
     view.on_progress("g:0", 50.0, live=True, fresh=False, stamp=1100.0)
     view.on_record(RoleBegun(role="trainer", times=4), 50.0, fresh=False, stamp=1000.0)
@@ -368,7 +368,7 @@ def test_time_in_which_nobody_looked_counts_in_no_duration_that_stamps_tell() ->
     assert view.recent_role_starts(90.0), "the absence is none of the two minutes"
 
 
-def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:
+def test_unobserved_time_is_not_silence() -> None:
     view = RunState(began=0.0)
     view.on_record(beat(ttl_seconds=2.0), 10.0)
     view.on_progress("g:0", 10.0, live=True)
@@ -402,14 +402,14 @@ def test_every_trajectory_of_an_open_group_is_in_a_turn_or_waits_for_the_trainer
     assert (view.open_groups, view.in_a_turn, view.waiting_for_trainer) == (0, 0, 0)
 
 
-def test_a_refused_prompt_is_asked_for_no_more_until_a_mended_one_opens_its_group() -> None:
+def test_refused_prompt_is_not_expected_until_a_corrected_prompt_opens_its_group() -> None:
     view = RunState(began=0.0)
     for state, refused in ((GroupState.REFUSED, 3), (GroupState.OPEN, 0), (GroupState.SETTLED, 0)):
         view.on_record(Group(group_id="g", group_size=3, state=state, offset=0, changed_at=0.0), 0.0)
         assert view.refused == refused
 
 
-def test_a_roles_collector_looks_past_what_was_there_when_it_began() -> None:
+def test_role_metrics_collector_ignores_metrics_that_existed_before() -> None:
     program = (
         "import gc; from rose.pipeline.cli.roles import freeze_imports; freeze_imports();print(len(gc.get_objects()))"
     )

@@ -1,4 +1,4 @@
-"""`rose evaluate`: what it is to write is known to be writable before a task is played, and no figure is lost."""
+"""`rose evaluate` checks that its output is writable before a task runs, and loses no figure."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ FOUND = Evaluation(tasks=4, solved=3, turns=8, seconds=1.0)
 @pytest.mark.parametrize(
     "name", ["none/figures.json", "file/figures.json", "folder", ".", "x" * 300, "astray", "round"]
 )
-def test_what_cannot_be_written_is_refused_before_a_task_is_played(
+def test_unwritable_file_is_refused_before_a_task_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -31,18 +31,20 @@ def test_what_cannot_be_written_is_refused_before_a_task_is_played(
     assert "\n" not in str(refused.value)
 
 
-def test_so_is_what_nobody_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_without_write_permission_is_refused_before_a_task_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Modes mean nothing to root, as whom tests may run."""
     monkeypatch.setattr(run_commands, "held_out", lambda *_: pytest.fail("played"))
     (tmp_path / "kept.json").touch()
-    for file, asked in ((tmp_path / "new.json", tmp_path), (tmp_path / "kept.json", tmp_path / "kept.json")):
-        monkeypatch.setattr(os, "access", lambda path, _, asked=asked: path != asked)
+    for file, denied in ((tmp_path / "new.json", tmp_path), (tmp_path / "kept.json", tmp_path / "kept.json")):
+        monkeypatch.setattr(os, "access", lambda path, _, denied=denied: path != denied)
         with pytest.raises(UsageError, match="cannot be written"):
             evaluate_folder(Common(), None, file)
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_the_file_is_as_it_was_until_the_figures_are_there(
+def test_result_file_is_unchanged_until_the_figures_are_complete(
     there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
@@ -59,7 +61,7 @@ def test_the_file_is_as_it_was_until_the_figures_are_there(
     assert capsys.readouterr().out.startswith("0.7500 of 4 held-out tasks solved")
 
 
-def test_figures_that_cannot_be_written_any_more_are_told(
+def test_figures_that_cannot_be_written_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"

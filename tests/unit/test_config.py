@@ -1,4 +1,4 @@
-"""The configuration: one precedence, sentences for what is wrong, and a TOML that reads back as it was written."""
+"""The configuration: one precedence, one sentence per error, and TOML output that round-trips."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ def refusal(common: Common) -> str:
     return str(refused.value)
 
 
-def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
+def test_flags_override_environment_file_and_defaults_in_that_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = in_file(tmp_path, "[router]\nmax_attempts = 3\nmax_lag_versions = 3\n[run]\nexecutors = 3\nseed = 3\n")
@@ -53,18 +53,18 @@ def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
     router, run = config.settings.router, config.settings.run
     assert (router.max_attempts, router.max_lag_versions, run.executors, run.seed) == (3, 4, 5, 6)
     assert run.environment_workers == section_types()["run"]().environment_workers
-    said = [
+    flags = [
         config.origins.get(f"{path}") for path in ("router.max_attempts", "router.max_lag_versions", "run.executors")
     ]
-    assert said == [str(tmp_path / "rose.toml"), "ROSE_ROUTER__MAX_LAG_VERSIONS", "--set run.executors"]
+    assert flags == [str(tmp_path / "rose.toml"), "ROSE_ROUTER__MAX_LAG_VERSIONS", "--set run.executors"]
     assert config.origins["run.seed"] == "--seed"
     assert "run.environment_workers" not in config.origins
 
 
-def test_what_a_run_has_written_says_what_its_flags_said_whatever_the_environment_says(
+def test_stored_run_configuration_keeps_its_flags_over_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The roles of a run read it: with another broker or another name they would work for another run."""
+    """The roles of a run read this configuration: with another broker or name they would work for another run."""
     monkeypatch.setenv("ROSE_ROUTER__MAX_ATTEMPTS", "4")
     monkeypatch.setenv("rose_broker__namespace", "other.")
     monkeypatch.setenv("ROSE_BOOTSTRAP", "no setting")
@@ -76,9 +76,7 @@ def test_what_a_run_has_written_says_what_its_flags_said_whatever_the_environmen
     assert kept.keys() ^ os.environ.keys() == {"ROSE_ROUTER__MAX_ATTEMPTS", "rose_broker__namespace"}
 
 
-def test_a_run_s_folder_that_was_moved_is_told_where_its_broker_would_be_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moved_run_folder_is_refused_with_the_broker_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo" / DATA_FOLDER).mkdir(parents=True)
     closed = "127.0.0.1:1"
@@ -106,7 +104,7 @@ def test_a_run_s_folder_that_was_moved_is_told_where_its_broker_would_be_looked_
         ),
     ],
 )
-def test_a_run_whose_broker_does_not_answer_is_told_who_named_that_and_how_to_go_on(
+def test_unreachable_broker_error_names_the_source_and_the_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Common], None], own: bool, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,29 +128,29 @@ def test_a_run_whose_broker_does_not_answer_is_told_who_named_that_and_how_to_go
         ("ROSE_TASKS__ARGUMENTS", '{"a": 1, "a": 2}', "ROSE_TASKS__ARGUMENTS: the key `a` is there twice"),
     ],
 )
-def test_a_variable_that_says_nothing_sensible_is_refused_in_a_sentence(
+def test_invalid_environment_variable_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert words in refusal(Common())
 
 
-def test_a_variable_that_kubernetes_sets_for_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_service_variable_is_not_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_METRICS_PORT", "tcp://10.0.0.7:9100")
     assert load(Common()).settings.metrics.port == 0
 
 
-def test_variables_that_differ_by_case_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_differ_only_by_case_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_RUN__SEED", "1")
     monkeypatch.setenv("rose_run__seed", "2")
-    told = refusal(Common())
-    assert "ROSE_RUN__SEED" in told and "rose_run__seed" in told
+    message = refusal(Common())
+    assert "ROSE_RUN__SEED" in message and "rose_run__seed" in message
 
 
 @pytest.mark.parametrize(
     ("whole", "value"), [("ROSE_RUN__NAME", "a"), ("ROSE_BROKER__PROPERTIES", '{"client.rack": "a"}')]
 )
-def test_a_variable_that_says_a_part_of_another_is_refused_and_not_passed_over(
+def test_variable_for_a_part_of_another_variable_is_refused(
     monkeypatch: pytest.MonkeyPatch, whole: str, value: str
 ) -> None:
     monkeypatch.setenv(f"{whole}__x", "1")
@@ -160,7 +158,7 @@ def test_a_variable_that_says_a_part_of_another_is_refused_and_not_passed_over(
     assert refusal(Common()).startswith(f"{whole}__x says a part of what {whole} says")
 
 
-def test_the_end_of_a_line_is_no_part_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_end_is_not_part_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_BROKER__BOOTSTRAP_SERVER", "host:9092\n")
     assert load(Common()).settings.broker.bootstrap_server == "host:9092"
 
@@ -176,28 +174,28 @@ def test_the_end_of_a_line_is_no_part_of_a_value(monkeypatch: pytest.MonkeyPatch
         ("[tasks]\nsteps = ?\n", "at steps"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_its_name_and_the_key(tmp_path: Path, text: str, words: str) -> None:
-    told = refusal(in_file(tmp_path, text))
-    assert words in told and "rose.toml" in told
+def test_error_in_a_file_names_the_file_and_the_key(tmp_path: Path, text: str, words: str) -> None:
+    message = refusal(in_file(tmp_path, text))
+    assert words in message and "rose.toml" in message
 
 
-def test_a_value_at_which_a_file_is_no_toml_is_not_shown(tmp_path: Path) -> None:
-    told = refusal(in_file(tmp_path, '[broker.properties]\n"sasl.password" = hidden\n'))
-    assert 'at "sasl.password"' in told and "hidden" not in told
+def test_value_that_breaks_the_toml_syntax_is_not_shown(tmp_path: Path) -> None:
+    message = refusal(in_file(tmp_path, '[broker.properties]\n"sasl.password" = hidden\n'))
+    assert 'at "sasl.password"' in message and "hidden" not in message
 
 
-def test_a_table_of_a_flag_that_says_a_thing_twice_is_refused() -> None:
+def test_flag_table_with_a_duplicate_key_is_refused() -> None:
     assert "`a` is there twice" in refusal(Common(settings=['tasks.arguments={"a": 1, "a": 2}']))
 
 
 @pytest.mark.parametrize("count", ["0", "1000000001", "-1"])
 @pytest.mark.parametrize("field", ["window_groups", "max_live_environments"])
-def test_a_count_has_two_ends(field: str, count: str) -> None:
+def test_count_outside_its_bounds_is_refused(field: str, count: str) -> None:
     assert f"{field} must be from 1 to" in refusal(Common(settings=[f"environment.{field}={count}"]))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "assignment",
     [
         "acks=0",
         "request.required.acks=1",
@@ -222,11 +220,11 @@ def test_a_count_has_two_ends(field: str, count: str) -> None:
         "logger=x",
     ],
 )
-def test_a_property_that_rose_relies_on_is_not_set_to_something_else(said: str) -> None:
-    assert f"broker.properties: {said.partition('=')[0]} " in refusal(Common(properties=[said]))
+def test_kafka_property_that_rose_relies_on_cannot_be_changed(assignment: str) -> None:
+    assert f"broker.properties: {assignment.partition('=')[0]} " in refusal(Common(properties=[assignment]))
 
 
-def test_a_folder_to_import_from_that_is_not_there_is_named() -> None:
+def test_missing_import_folder_is_named() -> None:
     config = load(Common(settings=['environment.import_paths=["nowhere"]']))
     with pytest.raises(UsageError, match=r"import_paths: nowhere is not there"):
         config.import_paths()
@@ -244,17 +242,17 @@ def test_path_that_is_empty_is_refused(setting: str) -> None:
     assert " is empty, which names no file: write a path" in refusal(Common(settings=[setting]))
 
 
-def test_a_property_that_rose_relies_on_may_be_said_as_it_is() -> None:
+def test_kafka_property_that_rose_relies_on_may_be_repeated_unchanged() -> None:
     assert load(Common(bootstrap_server="b:1", properties=["bootstrap.servers=b:1"])).bus().bootstrap == "b:1"
-    said = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]
-    assert load(Common(properties=said)).settings.broker.properties["acks"] == "ALL"
+    assignments = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]
+    assert load(Common(properties=assignments)).settings.broker.properties["acks"] == "ALL"
 
 
-def test_a_name_in_a_file_that_is_a_number_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_numeric_name_in_a_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert "run.name: Input should be a valid string" in refusal(in_file(tmp_path, "[run]\nname = 3\n"))
 
 
-def test_librdkafka_settings_of_flags_join_those_of_the_file_and_win(tmp_path: Path) -> None:
+def test_librdkafka_flags_are_merged_over_file_settings(tmp_path: Path) -> None:
     more = tmp_path / "client.properties"
     more.write_text("# a comment\nsasl.username=file\nssl.ca.location = /ca.pem\n")
     toml = '[broker]\nproperties = { "sasl.mechanism" = "PLAIN", "sasl.username" = "toml" }\n'
@@ -266,7 +264,7 @@ def test_librdkafka_settings_of_flags_join_those_of_the_file_and_win(tmp_path: P
     }
 
 
-def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Path) -> None:
+def test_shared_role_fields_follow_their_source_section(tmp_path: Path) -> None:
     config = load(Common(settings=[f"model.folder={tmp_path}", "model.id=other", "run.seed=7"]))
     assert config.settings.executor.model_id == config.settings.trainer.model_id == "other"
     assert config.settings.trainer.seed == 7
@@ -308,12 +306,12 @@ def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Pat
         ("[router\n", ["rose.toml", "no TOML"]),
     ],
 )
-def test_what_is_wrong_in_a_file_is_one_sentence_with_file_and_key(tmp_path: Path, toml: str, words: list[str]) -> None:
+def test_error_in_a_file_is_one_sentence_with_file_and_key(tmp_path: Path, toml: str, words: list[str]) -> None:
     sentence = refusal(in_file(tmp_path, toml))
     assert all(word in sentence for word in words), sentence
 
 
-def test_what_is_wrong_in_the_environment_or_a_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_a_variable_or_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--set router.max_attempts" in refusal(Common(settings=["router.max_attempts=many"]))
     assert "section.key=value" in refusal(Common(settings=["router"]))
     assert "cannot read nowhere.toml" in refusal(Common(config=Path("nowhere.toml")))
@@ -327,11 +325,11 @@ def test_what_is_wrong_in_the_environment_or_a_flag_is_named(monkeypatch: pytest
 
 
 MINE = ("run", "topics", "metrics", "tracing", "tasks", "router", "control", "lender", "endpoint", "users")
-"""Sections; those of environment, executor, trainer and weights have tests of their own."""
+"""Sections with tests in this file; environment, executor, trainer and weights have their own tests."""
 
 
 def numbers(declared_by: type, path: str) -> Iterator[tuple[str, type]]:
-    """Path and type of every number in a section."""
+    """Return path and type of every number in a section."""
     for name, kind in get_type_hints(declared_by).items():
         if kind in (int, float):
             yield f"{path}.{name}", kind
@@ -351,9 +349,7 @@ NUMBERS = [each for section in MINE for each in numbers(section_types()[section]
         for value in (("-1", "nan", "inf", "-inf", "1e300") if kind is float else ("-1", str(10**30)))
     ],
 )
-def test_a_number_has_both_ends_and_what_lies_outside_is_refused_in_a_sentence(
-    tmp_path: Path, path: str, value: str
-) -> None:
+def test_number_outside_its_bounds_is_refused_in_one_sentence(tmp_path: Path, path: str, value: str) -> None:
     section, name = path.rsplit(".", 1)
     sentence = refusal(in_file(tmp_path, f"[{section}]\n{name} = {value}\n"))
     assert any(word in sentence for word in (name, "the dial", "budgets", "yield bound"))
@@ -362,20 +358,20 @@ def test_a_number_has_both_ends_and_what_lies_outside_is_refused_in_a_sentence(
 @pytest.mark.parametrize(
     "path", ["run.folder", "model.folder", "serving.folder", "lender.stop_file", "endpoint.folder"]
 )
-def test_a_path_that_no_file_can_have_is_refused_in_a_sentence(tmp_path: Path, path: str) -> None:
+def test_impossible_path_is_refused_in_one_sentence(tmp_path: Path, path: str) -> None:
     section, name = path.split(".")
     sentence = refusal(in_file(tmp_path, f'[{section}]\n{name} = "a\\u0000b"\n'))
     assert f"rose.toml: {path}" in sentence and "names no file" in sentence
 
 
-def test_a_port_beyond_the_last_is_refused() -> None:
+def test_port_above_65535_is_refused() -> None:
     metrics = load(Common(settings=["metrics.executor=65534"])).settings.metrics
     assert metrics.port_of(metrics.executor, 1) == 65535
     with pytest.raises(UsageError, match="port 65536, and 65535 is the last"):
         metrics.port_of(metrics.executor, 2)
 
 
-def test_a_configuration_is_utf_8_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_is_read_as_utf_8_in_every_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rose.toml"
     path.write_bytes('\ufeff[run]\nfolder = "Läufe"\n'.encode())
     assert load(Common(config=path)).settings.run.folder == Path("Läufe")
@@ -383,7 +379,7 @@ def test_a_configuration_is_utf_8_wherever_it_is_read(tmp_path: Path, monkeypatc
     assert "is no TOML" in refusal(Common(config=path))
 
 
-def test_sections_that_do_not_fit_together_are_refused() -> None:
+def test_inconsistent_sections_are_refused() -> None:
     assert "window_groups" in refusal(Common(settings=["environment.window_groups=4", "trainer.groups_per_step=8"]))
     alone = ["environment.window_groups=4", "run.environment_workers=2", "trainer.groups_per_step=8"]
     assert "window_groups" in refusal(Common(settings=alone)), "all homes may fall to one worker"
@@ -391,23 +387,23 @@ def test_sections_that_do_not_fit_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b", "../up", "x" * 128, "ä", "a\n"])
-def test_a_run_that_no_manifest_can_name_is_refused_before_anything_starts(name: str) -> None:
+def test_run_name_invalid_in_a_manifest_is_refused_before_the_start(name: str) -> None:
     refused = refusal(Common(overrides=(("--name", "run.name", name),)))
     assert "characters, of A-Z a-z 0-9" in refused
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
-def test_a_run_writes_in_a_folder_of_its_own(name: str) -> None:
+def test_each_run_writes_into_its_own_folder(name: str) -> None:
     assert "names a folder of its own" in refusal(Common(overrides=(("--name", "run.name", name),)))
 
 
 @pytest.mark.parametrize("namespace", ["a b", "a/b", "a:b", "x" * 101, "ä", "rose.b.", "team.rose."])
-def test_a_namespace_that_no_topic_can_have_is_refused(namespace: str) -> None:
+def test_namespace_invalid_in_a_topic_name_is_refused(namespace: str) -> None:
     assert "broker.namespace" in refusal(Common(namespace=namespace))
 
 
 @pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
-def test_versions_travel_in_what_the_engines_hold(engine: str) -> None:
+def test_versions_are_published_in_the_element_type_of_the_engines(engine: str) -> None:
     assert load(Common(settings=[f"executor.dtype={engine}"])).weights.dtype == engine
     assert load(Common(settings=["weights.dtype=bfloat16"])).weights.dtype == "bfloat16"
     assert load(Common(settings=["run.name=mine"])).weights.run == "mine"
@@ -416,7 +412,7 @@ def test_versions_travel_in_what_the_engines_hold(engine: str) -> None:
     assert "executor.dtype (int8) must be one of" in refusal(Common(settings=["executor.dtype=int8"]))
 
 
-def test_every_field_has_a_sentence() -> None:
+def test_every_field_has_a_description() -> None:
     for section, declared_by in section_types().items():
         sentences = field_docs(declared_by)
         for field in dataclasses.fields(declared_by):
@@ -424,7 +420,7 @@ def test_every_field_has_a_sentence() -> None:
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0~$%("), max_size=20)
-"""Hypothesis tries texts of the code too: `~` as a folder and `(not shown)` in a property are refused."""
+"""Hypothesis also tries strings of the code: `~` as a folder and `(not shown)` in a property are refused."""
 
 
 @pytest.mark.slow
@@ -435,7 +431,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0~$%("), max_si
     arguments=st.dictionaries(TEXT, st.integers(-(2**40), 2**40) | st.booleans() | TEXT | st.lists(TEXT), max_size=3),
     learning_rate=st.floats(1e-12, 1),
 )
-def test_the_resolved_configuration_reads_back_as_it_was(
+def test_resolved_configuration_round_trips(
     tmp_path: Path, folder: str, properties: dict[str, str], arguments: dict[str, object], learning_rate: float
 ) -> None:
     common = Common(overrides=(("-", "run.folder", folder), ("-", "trainer.learning_rate", str(learning_rate))))
@@ -449,22 +445,22 @@ def test_the_resolved_configuration_reads_back_as_it_was(
         assert load(in_file(tmp_path, text)).settings == config.settings
 
 
-def test_what_is_told_in_confidence_is_left_out_for_others() -> None:
-    said = 'a"b\\c } \n\u00fc hidden'
+def test_secrets_are_left_out_of_shown_configurations() -> None:
+    secret = 'a"b\\c } \n\u00fc hidden'
     secrets = ("sasl.password", "ssl.key.password", "ssl.key.pem", "sasl.oauthbearer.client.secret")
-    properties = {"sasl.username": "rose", **dict.fromkeys(secrets, said), "ssl.key.location": "/etc/key.pem"}
-    variables = {"HF_TOKEN": said, "VLLM_API_KEY": said, "AWS_SECRET_ACCESS_KEY": said, "TZ": "UTC"}
-    flags = ["--api-key", said, "--max-num-seqs", "8", f"--hf_token={said}", "--api-key=hidden"]
+    properties = {"sasl.username": "rose", **dict.fromkeys(secrets, secret), "ssl.key.location": "/etc/key.pem"}
+    variables = {"HF_TOKEN": secret, "VLLM_API_KEY": secret, "AWS_SECRET_ACCESS_KEY": secret, "TZ": "UTC"}
+    flags = ["--api-key", secret, "--max-num-seqs", "8", f"--hf_token={secret}", "--api-key=hidden"]
     settings = load(Common()).settings
     broker = dataclasses.replace(settings.broker, properties=properties)
     serving = dataclasses.replace(settings.serving, environment=variables, flags=flags)
     config = Config(settings.model_copy(update={"broker": broker, "serving": serving}), {})
     shown = without_secrets(resolved_toml(config, explained=True))
     assert "hidden" not in shown
-    told, kept = tomllib.loads(shown), "(not shown)"
-    assert told["broker"]["properties"] == properties | dict.fromkeys(secrets, kept)
-    assert told["serving"]["environment"] == dict.fromkeys(variables, kept) | {"TZ": "UTC"}
-    assert told["serving"]["flags"] == [
+    message, kept = tomllib.loads(shown), "(not shown)"
+    assert message["broker"]["properties"] == properties | dict.fromkeys(secrets, kept)
+    assert message["serving"]["environment"] == dict.fromkeys(variables, kept) | {"TZ": "UTC"}
+    assert message["serving"]["flags"] == [
         "--api-key",
         kept,
         "--max-num-seqs",
@@ -476,17 +472,17 @@ def test_what_is_told_in_confidence_is_left_out_for_others() -> None:
     assert without_secrets(plain) == plain, "of what is none nothing is left out"
 
 
-def test_what_is_refused_is_not_shown_if_it_may_be_a_password(tmp_path: Path) -> None:
+def test_refused_value_is_not_shown_if_it_may_be_a_password(tmp_path: Path) -> None:
     numeric = in_file(tmp_path, '[broker]\nproperties = { "sasl.password" = 12345678 }\n')
     assert "sasl.password" in refusal(numeric) and "12345678" not in refusal(numeric)
     nameless = tmp_path / "client.properties"
     nameless.write_text("sasl.username=me\nsasl.password hidden\n")
-    for said in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
-        assert "no key=value" in refusal(said) and "hidden" not in refusal(said)
+    for options in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
+        assert "no key=value" in refusal(options) and "hidden" not in refusal(options)
 
 
 LONG = "a" * 300
-"""Longer than a file's name, a label of a host's or what a record has room for."""
+"""Longer than a file name, a host label or a record allows."""
 
 
 @pytest.mark.parametrize("many", [1, 17])
@@ -502,25 +498,25 @@ LONG = "a" * 300
         (f"tracing.endpoint=http://{LONG}:4318", "tracing.endpoint"),
     ],
 )
-def test_a_name_that_is_too_long_is_refused_with_the_limit(setting: str, words: str, many: int) -> None:
+def test_too_long_name_is_refused_with_the_limit(setting: str, words: str, many: int) -> None:
     assert words in refusal(Common(settings=[setting.replace(LONG, LONG * many)]))
 
 
 @pytest.mark.parametrize("url", ["http://h:1\t", "http://h\nh", "http://h h", " http://h"])
-def test_an_address_with_blanks_in_it_is_refused(url: str) -> None:
+def test_address_with_blanks_is_refused(url: str) -> None:
     assert "tracing.endpoint" in refusal(Common(settings=[f"tracing.endpoint={url}"]))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "assignments",
     [
         ["run.name=a", "run.name.x=3"],
         ["broker.properties=a", "broker.properties.x=3"],
         ["broker.namespace=a", "broker.namespace.x.y=3"],
     ],
 )
-def test_a_part_of_what_has_none_is_refused_with_who_said_it(said: list[str]) -> None:
-    assert refusal(Common(settings=said)).startswith(f"--set {said[1].partition('=')[0]}: ")
+def test_key_below_a_scalar_setting_is_refused_with_its_source(assignments: list[str]) -> None:
+    assert refusal(Common(settings=assignments)).startswith(f"--set {assignments[1].partition('=')[0]}: ")
 
 
 @pytest.mark.parametrize(
@@ -531,28 +527,28 @@ def test_a_part_of_what_has_none_is_refused_with_who_said_it(said: list[str]) ->
         '[broker]\nproperties = { security.protocol = "ssl", "client.rack" = "a" }\n',
     ],
 )
-def test_settings_of_librdkafka_mean_the_same_with_quotes_and_without(tmp_path: Path, text: str) -> None:
-    wanted = {"security.protocol": "ssl", "client.rack": "a"}
-    assert load(in_file(tmp_path, text)).settings.broker.properties == wanted
-    flags = Common(settings=[f"broker.properties.{name}={value}" for name, value in wanted.items()])
-    assert load(flags).settings.broker.properties == wanted
+def test_librdkafka_settings_mean_the_same_quoted_and_unquoted(tmp_path: Path, text: str) -> None:
+    expected = {"security.protocol": "ssl", "client.rack": "a"}
+    assert load(in_file(tmp_path, text)).settings.broker.properties == expected
+    flags = Common(settings=[f"broker.properties.{name}={value}" for name, value in expected.items()])
+    assert load(flags).settings.broker.properties == expected
 
 
-def test_what_is_shown_in_the_place_of_a_password_is_taken_for_none(tmp_path: Path) -> None:
-    said = Common(properties=["sasl.password=hidden", "client.rack=a"])
-    shown = in_file(tmp_path, without_secrets(resolved_toml(load(said), explained=True)))
+def test_password_placeholder_is_not_accepted_as_a_password(tmp_path: Path) -> None:
+    options = Common(properties=["sasl.password=hidden", "client.rack=a"])
+    shown = in_file(tmp_path, without_secrets(resolved_toml(load(options), explained=True)))
     assert "broker.properties has (not shown) in it" in refusal(shown)
     again = dataclasses.replace(shown, properties=["sasl.password=hidden"])
     assert load(again).settings.broker.properties == {"sasl.password": "hidden", "client.rack": "a"}
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("value_text", "words"),
     [
         ("environment.environments=guessing:Guessing", 'must be a list, as ["a", "b"]'),
         ("serving.flags=--enforce-eager", "must be a list"),
         ("tasks.arguments=3", "must be a table"),
     ],
 )
-def test_a_list_or_table_that_is_text_is_told_how_to_write_it(said: str, words: str) -> None:
-    assert words in refusal(Common(settings=[said]))
+def test_list_or_table_given_as_text_is_refused_with_the_syntax(value_text: str, words: str) -> None:
+    assert words in refusal(Common(settings=[value_text]))

@@ -1,4 +1,4 @@
-"""Contexts by reference: what is kept, carried or read back is the whole, or it is told as torn."""
+"""Contexts by reference: a cached, carried or read-back context is complete, or reported as missing."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from tests.support.waiting import until
 APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), min_size=1, max_size=8)
 
 
-def asked(parts: list[list[int]], anchors: frozenset[int] = frozenset({0})) -> list[TurnRequest]:
-    """The requests of a trajectory whose contexts grow by these parts; they lie at offsets 10, 20 and so on."""
+def requests_of(parts: list[list[int]], anchors: frozenset[int] = frozenset({0})) -> list[TurnRequest]:
+    """Return the requests of a trajectory whose context grows by these parts, at offsets 10, 20 and so on."""
     requests: list[TurnRequest] = []
     context, chain, known = b"", tuple[int, ...](), 0
     for turn, part in enumerate(parts):
@@ -48,16 +48,16 @@ def links_of(requests: list[TurnRequest]) -> dict[int, TurnRequest]:
 
 
 @given(APPENDED, st.frozensets(st.integers(1, 7)))
-def test_a_chain_leads_to_the_whole(parts: list[list[int]], anchors: frozenset[int]) -> None:
-    requests = [decode(TurnRequest, encode(each)) for each in asked(parts, anchors | {0})]
+def test_chain_resolves_to_the_whole_context(parts: list[list[int]], anchors: frozenset[int]) -> None:
+    requests = [decode(TurnRequest, encode(each)) for each in requests_of(parts, anchors | {0})]
     assert [each.is_anchor for each in requests] == [turn in anchors | {0} for turn in range(len(parts))]
     for turn, each in enumerate(requests):
         assert assemble_context(each, links_of(requests)) == whole(parts[: turn + 1])
 
 
 @given(APPENDED.filter(lambda parts: len(parts) > 1), st.data())
-def test_a_chain_that_is_not_what_was_written_is_torn(parts: list[list[int]], data: st.DataObject) -> None:
-    requests = asked(parts)
+def test_altered_chain_is_reported_as_missing_context(parts: list[list[int]], data: st.DataObject) -> None:
+    requests = requests_of(parts)
     links = links_of(requests)
     last = requests[-1]
     gone = data.draw(st.sampled_from(last.chain))
@@ -73,9 +73,9 @@ def test_a_chain_that_is_not_what_was_written_is_torn(parts: list[list[int]], da
 
 
 @given(APPENDED, st.data())
-def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data: st.DataObject) -> None:
-    """Turns of it are served here or elsewhere, dispatched whole or cut, once or again."""
-    kept, requests = ContextCache(), asked(parts)
+def test_executor_holds_the_context_or_reads_it_back(parts: list[list[int]], data: st.DataObject) -> None:
+    """Turns are served here or elsewhere, dispatched with tokens or by reference, once or repeatedly."""
+    kept, requests = ContextCache(), requests_of(parts)
     links = links_of(requests)
     for turn, each in enumerate(requests):
         for _ in range(data.draw(st.integers(0, 2), label=f"times that turn {turn} comes here")):
@@ -97,18 +97,18 @@ def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data
             assert context == whole(parts[: turn + 1])
 
 
-def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
+def test_served_contexts_are_cached_and_evicted_least_recently_used_first() -> None:
     kept = ContextCache(most_bytes=2 * (ENTRY_BYTES + 16) + 8)
     for number in (0, 1, 0, 2):
         carried = msgspec.structs.replace(request(f"g{number}:0"), **context_fields(pack_tokens([number] * 4)))
         assert kept.lookup(dispatched(carried)) == pack_tokens([number] * 4)
     assert (len(kept), kept.size) == (2, 2 * (ENTRY_BYTES + 16))
-    (_, later) = asked([[0] * 4, [9]])
+    (_, later) = requests_of([[0] * 4, [9]])
     assert kept.lookup(dispatched(later)) == pack_tokens([0, 0, 0, 0, 9]), "the trajectory that was served since"
     assert kept.lookup(dispatched(msgspec.structs.replace(later, trajectory_id="g1:0"))) is None
 
 
-def test_contexts_of_no_tokens_are_as_few_as_room_allows() -> None:
+def test_empty_contexts_are_limited_by_cache_capacity() -> None:
     kept = ContextCache(most_bytes=10 * ENTRY_BYTES)
     for number in range(100):
         nothing = msgspec.structs.replace(request(f"g{number}:0"), **context_fields(b""))
@@ -116,8 +116,8 @@ def test_contexts_of_no_tokens_are_as_few_as_room_allows() -> None:
     assert len(kept) <= 10
 
 
-def test_a_digest_that_is_wrong_is_never_served() -> None:
-    (first, second) = asked([[1, 2], [3]])
+def test_context_with_a_wrong_digest_is_never_served() -> None:
+    (first, second) = requests_of([[1, 2], [3]])
     kept = ContextCache()
     assert kept.lookup(dispatched(first)) == pack_tokens([1, 2])
     wrong = msgspec.structs.replace(second, digest=bytes(16))
@@ -127,14 +127,14 @@ def test_a_digest_that_is_wrong_is_never_served() -> None:
     assert kept.lookup(dispatched(second)) == pack_tokens([1, 2, 3])
 
 
-def cut_of(asked: TurnRequest, offset: int) -> TurnDispatch:
-    carried = msgspec.msgpack.encode(msgspec.structs.replace(asked, appended=b""))
-    return msgspec.structs.replace(dispatched(asked), asked=msgspec.Raw(carried), offset=offset, cut=True)
+def cut_of(requests_of: TurnRequest, offset: int) -> TurnDispatch:
+    carried = msgspec.msgpack.encode(msgspec.structs.replace(requests_of, appended=b""))
+    return msgspec.structs.replace(dispatched(requests_of), asked=msgspec.Raw(carried), offset=offset, cut=True)
 
 
-def test_of_what_a_dispatch_names_no_more_is_held_than_its_context_has_tokens() -> None:
-    """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each turn that was read back, however short."""
-    long, own = pack_tokens([7] * 1000), asked([[1], [2]])[-1]
+def test_dispatch_holds_no_more_tokens_than_its_context_has() -> None:
+    """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each short turn that was read back."""
+    long, own = pack_tokens([7] * 1000), requests_of([[1], [2]])[-1]
     forged = msgspec.structs.replace(own, chain=tuple(range(MAX_CHAIN)))
     back = ContextReadBack(dispatched(forged))
     tracemalloc.start()
@@ -146,11 +146,11 @@ def test_of_what_a_dispatch_names_no_more_is_held_than_its_context_has_tokens() 
     assert isinstance(torn := back.context(), ContextMissing) and "more than its 2 tokens" in str(torn)
 
 
-def test_a_cut_dispatch_is_of_the_context_that_it_says_whatever_lies_at_its_place() -> None:
-    """There the executor took the length and digest that it found: of a context for which it had kept no room."""
-    (first,) = asked([[1, 2]])
-    (longer,) = asked([[1, 2, 3]])
-    (same,) = asked([[3, 4]])
+def test_dispatch_by_reference_is_served_only_with_its_own_context() -> None:
+    """The executor once took the length and digest that it found: of a context without reserved room."""
+    (first,) = requests_of([[1, 2]])
+    (longer,) = requests_of([[1, 2, 3]])
+    (same,) = requests_of([[3, 4]])
     for there in (longer, same):
         back = ContextReadBack(cut_of(first, 10))
         back.on_request(10, there)
@@ -170,27 +170,27 @@ FLAWS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("fields", FLAWS.values(), ids=FLAWS)
-def test_a_request_that_contradicts_itself_is_told_from_a_sound_one(fields: dict[str, object]) -> None:
-    sound = asked([[1, 2], [3]])[-1]
+def test_inconsistent_request_is_distinguished_from_a_valid_request(fields: dict[str, object]) -> None:
+    sound = requests_of([[1, 2], [3]])[-1]
     wrong = type(sound)(**{**msgspec.structs.asdict(sound), **fields})
     assert not sound.validation_error and decode(TurnRequest, encode(wrong)).validation_error
 
 
-def test_a_dispatch_without_its_tokens_is_read() -> None:
-    (sound,) = asked([[1, 2]])
+def test_dispatch_without_tokens_is_decoded() -> None:
+    (sound,) = requests_of([[1, 2]])
     read = decode(TurnDispatch, encode(cut_of(sound, 10)))
     assert (read.request.context_tokens, ContextReadBack(read).offsets) == (2, (10,))
 
 
-def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is left of it is read once its leader is back."""
+def test_unreadable_home_does_not_block_other_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is read once the leader of the home is back."""
     away = {0}
 
-    class Log:
-        """In place of the bus: of no home a request is found, and of those that are away nothing is heard."""
+    class EmptyLog:
+        """A log without requests, in which some homes are unreachable."""
 
-        def __init__(self, _reader: object, wanted: dict[Place, list[int]], **_: object) -> None:
-            self._homes = {home for _, home in wanted}
+        def __init__(self, _reader: object, offsets: dict[Place, list[int]], **_: object) -> None:
+            self._homes = {home for _, home in offsets}
 
         def __iter__(self) -> Iterator[Envelope]:
             if self._homes & away:
@@ -198,12 +198,12 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
             return iter(())
 
     monkeypatch.setattr("rose.workers.executor.contexts.Reader", Mock())
-    monkeypatch.setattr("rose.workers.executor.contexts.RecordFetch", Log)
+    monkeypatch.setattr("rose.workers.executor.contexts.RecordFetch", EmptyLog)
     monkeypatch.setattr("rose.workers.executor.contexts.RETRY_SECONDS", 0.01)
     contexts = ContextStore(BusSettings("nowhere"), "executor")
     answered: list[int] = []
 
-    def asked(home: int, number: int) -> None:
+    def requests_of(home: int, number: int) -> None:
         cut = msgspec.structs.replace(request(f"g{number}:0", 1, home=home), appended=b"")
         assert contexts.find(dispatched(cut, cut=True)) is None
 
@@ -213,10 +213,10 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
 
     try:
         for number, home in enumerate((0, 1, 2)):
-            asked(home, number)
+            requests_of(home, number)
         until(lambda: so_far() == [1, 2])
         for number, home in enumerate((0, 1), start=3):
-            asked(home, number)
+            requests_of(home, number)
         until(lambda: so_far() == [1, 1, 2])
         away.clear()
         until(lambda: so_far() == [0, 0, 1, 1, 2])

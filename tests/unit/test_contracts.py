@@ -1,4 +1,4 @@
-"""What others read of the topics says what the code does: the checked-in files, the records, the decoder of prompts."""
+"""Published contracts match the code: the checked-in files, the records and the prompt decoder."""
 
 import json
 import re
@@ -33,22 +33,22 @@ PROMPT_SCHEMA = json.loads((DOCS / "prompt.schema.json").read_text())
 ASYNCAPI_SCHEMAS = "@asyncapi/specs@6.11.1"
 
 
-def test_the_document_that_is_checked_in_is_the_generated_one() -> None:
+def test_checked_in_document_equals_the_generated_document() -> None:
     assert (DOCS / "asyncapi.json").read_text() == render_document(asyncapi(load(Common())))
 
 
-def test_the_schema_of_a_prompt_that_is_checked_in_is_the_generated_one() -> None:
+def test_checked_in_prompt_schema_equals_the_generated_schema() -> None:
     assert (DOCS / "prompt.schema.json").read_text() == render_document(prompt_schema())
 
 
-def test_a_cluster_of_ones_own_has_its_own_document() -> None:
+def test_document_follows_the_settings_of_the_cluster() -> None:
     own = Common(namespace="team.", settings=["topics.home_partitions=16", "topics.replication_factor=3"])
     channel = asyncapi(load(own))["channels"]["rose.prompts.submitted.v1"]
     assert channel["address"] == channel["bindings"]["kafka"]["topic"] == "team.rose.prompts.submitted.v1"
     assert (channel["bindings"]["kafka"]["partitions"], channel["bindings"]["kafka"]["replicas"]) == (16, 3)
 
 
-def test_every_topic_is_in_it_with_its_partitions_and_what_it_keeps() -> None:
+def test_document_has_every_topic_with_partitions_and_retention() -> None:
     channels = DOCUMENT["channels"]
     assert list(channels) == [topic.name for topic in CATALOG]
     for topic in CATALOG:
@@ -67,7 +67,7 @@ def within(value: Any) -> Iterator[Any]:
         yield from within(inner)
 
 
-def test_every_reference_leads_somewhere_and_every_record_is_referred_to() -> None:
+def test_every_reference_resolves_and_every_record_is_referenced() -> None:
     references = {each["$ref"] for each in within(DOCUMENT) if isinstance(each, dict) and "$ref" in each}
     for reference in references:
         found: Any = DOCUMENT
@@ -77,7 +77,7 @@ def test_every_reference_leads_somewhere_and_every_record_is_referred_to() -> No
 
 
 @pytest.mark.long
-def test_the_document_is_asyncapi_by_asyncapis_own_schema(tmp_path: Path) -> None:
+def test_document_is_valid_by_the_asyncapi_schema(tmp_path: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("npm is not there: AsyncAPI publishes its JSON Schema as an npm package")
@@ -93,7 +93,7 @@ def test_the_document_is_asyncapi_by_asyncapis_own_schema(tmp_path: Path) -> Non
 
 
 def as_json(value: Any) -> Any:
-    """A value of MessagePack as the document's schemas see it: each byte of a byte string is a character."""
+    """Return a MessagePack value as the document's schemas see it: each byte of a byte string is a character."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if isinstance(value, dict):
@@ -102,13 +102,14 @@ def as_json(value: Any) -> Any:
 
 
 def whole(_validator: Any, pattern: str, value: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """`pattern` as JSON Schema has it, where `$` is the very end: Python's lets a line's end pass."""
+    """Return `pattern` as JSON Schema reads it: `$` is the very end, where Python's `$` also matches before a final
+    newline."""
     if isinstance(value, str) and not re.search(pattern.replace("$", r"\Z"), value):
         yield jsonschema.ValidationError(f"{value!r} does not match {pattern}")
 
 
 def is_whole_number(_checker: Any, value: Any) -> bool:
-    """Written without a point: 1.0 is an integer to JSON Schema, and to no decoder of ours."""
+    """Whether the number is written without a point: 1.0 is an integer to JSON Schema, and to none of the decoders."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -127,12 +128,12 @@ def of_record(record: type[msgspec.Struct]) -> Any:
 
 
 @pytest.mark.parametrize("schema", DOCUMENT["components"]["schemas"].values(), ids=lambda schema: schema["title"])
-def test_every_schema_is_one(schema: Mapping[str, Any]) -> None:
+def test_every_schema_is_a_valid_json_schema(schema: Mapping[str, Any]) -> None:
     jsonschema.Draft7Validator.check_schema(schema)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.SCHEMA)
-def test_a_record_is_what_the_document_says_and_what_it_refuses_the_decoder_refuses(example: Record) -> None:
+def test_document_and_decoder_accept_and_refuse_the_same_records(example: Record) -> None:
     wire = msgspec.msgpack.decode(encode(example))
     validator = of_record(type(example))
     validator.validate(as_json(wire))
@@ -145,14 +146,14 @@ def test_a_record_is_what_the_document_says_and_what_it_refuses_the_decoder_refu
         [],
         {},
         0.5,
-    )  # text and bytes are told apart on the wire alone
+    )  # text and bytes differ only on the wire
     changes = [{**wire, name: each} for name, value in wire.items() if not isinstance(value, bytes) for each in odd]
     changes += [{name: value for name, value in wire.items() if name != left_out} for left_out in wire]
     for change in changes:
         assert validator.is_valid(as_json(change)) == taken(type(example), msgspec.msgpack.encode(change)), change
 
 
-def test_an_index_is_what_the_document_says() -> None:
+def test_weight_index_is_valid_by_the_document() -> None:
     wire = as_json(msgspec.msgpack.decode(msgspec.msgpack.encode(INDEX)))
     of_record(WeightIndex).validate(wire)
     for name in wire:
@@ -161,7 +162,7 @@ def test_an_index_is_what_the_document_says() -> None:
 
 
 def taken(record: type[Record], wire: bytes) -> bool:
-    """Whether the decoder takes it."""
+    """Whether the decoder accepts the value."""
     try:
         decode(record, wire)
     except RecordError:
@@ -214,11 +215,11 @@ PROMPTS = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(max_examples=400, print_blob=True)
 @given(PROMPTS | SAMPLING.map(lambda odd: {**GOOD, "sampling": odd}) | JSON)
-def test_the_schema_of_a_prompt_accepts_what_the_decoder_accepts(value: Any) -> None:
+def test_prompt_schema_accepts_the_prompts_that_the_decoder_accepts(value: Any) -> None:
     assert PROMPTS_BY.is_valid(value) == taken(Prompt, json.dumps(value).encode())
 
 
-def test_documented_prompt_is_a_prompt() -> None:
+def test_documented_prompt_is_a_valid_prompt() -> None:
     page = (DOCS / "getting-started" / "installation.md").read_text()
     (line,) = re.findall(r"^```json\n(.*)\n```$", page, re.MULTILINE)
     PROMPTS_BY.validate(json.loads(line))

@@ -1,4 +1,4 @@
-"""What is around the core of the control app: how its client signs in, and what its page shows."""
+"""The shell of the control app: authentication of its client, and the content of its page."""
 
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ from tests.support.control_fixtures import CONFIG, DEDICATED, JOB, fleet, line, 
 
 
 def authority(folder: Path) -> Path:
-    """A certificate that signs itself."""
+    """A self-signed certificate."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
     begins = datetime(2020, 1, 1, tzinfo=UTC)
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, begins, begins + timedelta(days=365_00))
@@ -33,11 +33,11 @@ def authority(folder: Path) -> Path:
     return file
 
 
-def test_without_settings_of_security_nobody_signs_in() -> None:
+def test_control_app_does_not_authenticate_without_security_settings() -> None:
     assert credentials({"socket.keepalive.enable": "true", "security.protocol": "PLAINTEXT"}) is None
 
 
-def test_librdkafkas_words_are_fausts(tmp_path: Path) -> None:
+def test_librdkafka_security_settings_map_to_faust_settings(tmp_path: Path) -> None:
     file = str(authority(tmp_path))
     found = credentials(
         {
@@ -52,11 +52,11 @@ def test_librdkafkas_words_are_fausts(tmp_path: Path) -> None:
     assert (found.username, found.password, found.mechanism.value) == ("rose-control", "hidden", "SCRAM-SHA-512")
     assert (found.protocol.value, found.ssl_context.verify_mode) == ("SASL_SSL", ssl.CERT_REQUIRED)
     assert found.ssl_context.check_hostname and len(found.ssl_context.get_ca_certs()) == 1
-    said = {"security.protocol": "ssl", "ssl.ca.location": file}
-    encrypted = credentials({**said, "ssl.endpoint.identification.algorithm": "none"})
+    librdkafka_settings = {"security.protocol": "ssl", "ssl.ca.location": file}
+    encrypted = credentials({**librdkafka_settings, "ssl.endpoint.identification.algorithm": "none"})
     assert isinstance(encrypted, SSLCredentials) and not encrypted.context.check_hostname
     assert encrypted.context.verify_mode is ssl.CERT_REQUIRED
-    trusting = credentials({**said, "enable.ssl.certificate.verification": "false"})
+    trusting = credentials({**librdkafka_settings, "enable.ssl.certificate.verification": "false"})
     assert isinstance(trusting, SSLCredentials) and trusting.context.verify_mode is ssl.CERT_NONE
 
 
@@ -70,19 +70,19 @@ def test_librdkafkas_words_are_fausts(tmp_path: Path) -> None:
         ({"security.protocol": "ssl", "ssl.ca.location": "/there/is/none"}, "cannot be used"),
     ],
 )
-def test_what_faust_has_no_word_for_is_refused_by_its_name(properties: dict[str, str], words: str) -> None:
+def test_setting_without_a_faust_equivalent_is_refused_by_name(properties: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         credentials(properties)
 
 
-def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> None:
-    world = fleet("a", "b")
-    world.seconds(20, waiting=500)
+def test_control_page_shows_decisions_with_reasons_and_escapes_input() -> None:
+    simulation = fleet("a", "b")
+    simulation.seconds(20, waiting=500)
     by_hand = CapacityGrant(
         worker="b", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0, reason="<script>night</script>"
     )
-    world.control.on_grant("b", by_hand, world.now, source=GrantSource.BY_HAND)
-    state = state_of(world.control, reversed(world.log), world.now)
+    simulation.control.on_grant("b", by_hand, simulation.now, source=GrantSource.BY_HAND)
+    state = state_of(simulation.control, reversed(simulation.log), simulation.now)
     one, other = state["lenders"]
     assert (one["told"], other["told"]) == ("lends", "by hand: parked")
     assert "turns wait: done in" in one["reason"] and state["cells"][0]["waiting_turns"] == 500
@@ -91,7 +91,7 @@ def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> 
     assert page_of(state_of(ElasticityCore(CONFIG, JOB), (), 0.0)).count("None.") == 4
 
 
-def test_the_exported_figures_are_the_cores_and_of_silence_nothing_is_said() -> None:
+def test_exported_metrics_equal_the_core_counts_and_omit_silent_cells() -> None:
     control, now = ElasticityCore(CONFIG, JOB), 0.0
 
     def of(name: str, **labels: str) -> float | None:

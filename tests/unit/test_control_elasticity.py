@@ -1,4 +1,4 @@
-"""Elasticity: who is woken and parked, what is granted and renewed, and what must hold whatever comes."""
+"""Elasticity: woken and parked lenders, granted and renewed leases, and the invariants of any history."""
 
 import math
 import pickle
@@ -30,30 +30,30 @@ from tests.support.control_fixtures import (
 )
 
 
-def test_work_that_waits_wakes_the_least_loaded_and_says_why_and_its_end_parks_them() -> None:
-    world = fleet("a", "b", "c")
-    world.lenders["a"].busy = 5
-    written = world.seconds(10, waiting=200)
+def test_waiting_work_wakes_the_least_loaded_lenders_and_its_end_parks_them() -> None:
+    simulation = fleet("a", "b", "c")
+    simulation.lenders["a"].busy = 5
+    written = simulation.seconds(10, waiting=200)
     woken = [grant for grant in written if grant.lend]
-    assert {grant.worker for grant in woken} == world.lending == {"b", "c"}, "two may, and the third is busier"
+    assert {grant.worker for grant in woken} == simulation.lending == {"b", "c"}, "two may, and the third is busier"
     assert "turns wait: done in" in woken[0].reason
-    written = world.seconds(20, waiting=0)
-    assert world.lending == set()
+    written = simulation.seconds(20, waiting=0)
+    assert simulation.lending == set()
     assert {(each.worker, each.reason) for each in written if not each.lend} == {
         ("b", "of no use for 4 s"),
         ("c", "of no use for 4 s"),
     }
-    assert (world.control.woken, world.control.parked) == (2, 2)
+    assert (simulation.control.woken, simulation.control.parked) == (2, 2)
 
 
-def test_nobody_is_woken_for_what_is_done_before_it_comes() -> None:
-    world = fleet("a")
-    world.control.estimates.wake.fleet.value = 60.0
-    assert not any(grant.lend for grant in world.seconds(20, waiting=30))
-    assert any(grant.lend for grant in world.seconds(20, waiting=3000))
+def test_no_lender_is_woken_for_work_that_ends_before_its_start() -> None:
+    simulation = fleet("a")
+    simulation.control.estimates.wake.fleet.value = 60.0
+    assert not any(grant.lend for grant in simulation.seconds(20, waiting=30))
+    assert any(grant.lend for grant in simulation.seconds(20, waiting=3000))
 
 
-def test_where_nobody_else_does_it_one_is_woken_for_a_single_turn() -> None:
+def test_one_lender_is_woken_for_a_single_turn_that_no_other_executor_runs() -> None:
     control = ElasticityCore(CONFIG, JOB)
     for now in range(8):
         control.on_summary(summary(line("a"), line("b"), waiting=1), now)
@@ -61,7 +61,7 @@ def test_where_nobody_else_does_it_one_is_woken_for_a_single_turn() -> None:
     assert control.woken == 1
 
 
-def test_of_a_large_fleet_as_many_are_woken_as_have_something_to_do_though_each_alone_adds_little() -> None:
+def test_large_fleet_wakes_as_many_lenders_as_have_work() -> None:
     control = ElasticityCore(changed(most_lenders=0), JOB)
     dedicated = [
         at_work(f"d{number}", serving=False, by_grant=False, free_turns=0, load_seconds=60.0) for number in range(100)
@@ -73,106 +73,110 @@ def test_of_a_large_fleet_as_many_are_woken_as_have_something_to_do_though_each_
     assert 30 < control.woken < 70, "each has two seconds of work, of some three turns"
 
 
-def test_a_wake_and_the_catching_up_are_learned() -> None:
-    world = fleet("a", wakes_in=7.0)
-    world.seconds(20, waiting=500)
-    assert world.control.estimates.wake.expected("a") == pytest.approx(7.0)
-    assert world.control.estimates.wake.expected("another") == pytest.approx(7.0)
+def test_wake_time_and_catch_up_time_are_learned() -> None:
+    simulation = fleet("a", wakes_in=7.0)
+    simulation.seconds(20, waiting=500)
+    assert simulation.control.estimates.wake.expected("a") == pytest.approx(7.0)
+    assert simulation.control.estimates.wake.expected("another") == pytest.approx(7.0)
 
 
-def test_leases_are_renewed_while_summaries_come_and_never_after() -> None:
-    world = fleet("a")
-    world.seconds(60, waiting=500)
-    assert world.lending == {"a"}, "longer than any lease"
-    assert not world.seconds(40, waiting=500, silent=True)[int(STALE_SECONDS) :]
-    assert world.lending == set()
-    world.seconds(2, waiting=500)
-    assert world.lending == {"a"}
+def test_leases_are_renewed_only_while_summaries_arrive() -> None:
+    simulation = fleet("a")
+    simulation.seconds(60, waiting=500)
+    assert simulation.lending == {"a"}, "longer than any lease"
+    assert not simulation.seconds(40, waiting=500, silent=True)[int(STALE_SECONDS) :]
+    assert simulation.lending == set()
+    simulation.seconds(2, waiting=500)
+    assert simulation.lending == {"a"}
 
 
-def test_what_is_renewed_says_what_is_so_now() -> None:
-    world = fleet("a")
-    waits = world.seconds(30, waiting=500)
+def test_renewed_grant_has_the_current_reason() -> None:
+    simulation = fleet("a")
+    waits = simulation.seconds(30, waiting=500)
     assert "with it, in" in waits[0].reason, "what it was woken for"
     assert len(waits) > 3 and all("500 turns wait" in each.reason for each in waits)
-    fewer = world.seconds(20, waiting=300)
+    fewer = simulation.seconds(20, waiting=300)
     assert fewer and all("300 turns wait" in each.reason for each in fewer)
-    lender = world.control.lenders["a"]
-    world.seconds(2, waiting=0)
+    lender = simulation.control.lenders["a"]
+    simulation.seconds(2, waiting=0)
     assert lender.lends and lender.reason == "of no use for 1 s, and not for long enough"
 
 
-def test_who_was_told_by_hand_is_left_alone_until_that_is_taken_back() -> None:
-    world = fleet("a", "b")
-    world.seconds(10, waiting=500)
+def test_lender_with_a_manual_grant_is_left_alone_until_its_release() -> None:
+    simulation = fleet("a", "b")
+    simulation.seconds(10, waiting=500)
     by_hand = CapacityGrant(worker="a", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
-    world.control.on_grant("a", by_hand, world.now, source=GrantSource.BY_HAND)
-    world.lenders["a"].hand = False
-    assert {grant.worker for grant in world.seconds(30, waiting=500)} == {"b"}
-    world.control.on_grant("a", None, world.now, source=GrantSource.BY_HAND)
-    world.lenders["a"].hand = None
-    world.seconds(10, waiting=500)
-    assert world.lending == {"a", "b"}
+    simulation.control.on_grant("a", by_hand, simulation.now, source=GrantSource.BY_HAND)
+    simulation.lenders["a"].hand = False
+    assert {grant.worker for grant in simulation.seconds(30, waiting=500)} == {"b"}
+    simulation.control.on_grant("a", None, simulation.now, source=GrantSource.BY_HAND)
+    simulation.lenders["a"].hand = None
+    simulation.seconds(10, waiting=500)
+    assert simulation.lending == {"a", "b"}
 
 
-def test_who_is_drained_is_left_alone_lends_nothing_and_goes_on_as_it_was_told_by_hand() -> None:
-    world = ControlSimulation(changed(most_lenders=1), lenders={"a": SimulatedLender(), "b": SimulatedLender(busy=1)})
-    for voice, lend in ((GrantSource.BY_HAND, True), (GrantSource.DRAIN, False)):
-        told = CapacityGrant(worker="a", lend=lend, kv_bytes=0, token_budget=0, granted_at=0.0)
-        world.control.on_grant("a", told, world.now, source=voice)
-    world.lenders["a"].hand = False
-    world.seconds(30, waiting=400)
-    assert world.control.lending_workers(world.now) == ["b"], "it takes up no place of the cap"
-    world.control.on_grant("a", None, world.now, source=GrantSource.DRAIN)
-    assert "a" in world.control.lending_workers(world.now)
+def test_drained_lender_is_left_alone_and_keeps_its_manual_grant() -> None:
+    simulation = ControlSimulation(
+        changed(most_lenders=1), lenders={"a": SimulatedLender(), "b": SimulatedLender(busy=1)}
+    )
+    for grant_source, lend in ((GrantSource.BY_HAND, True), (GrantSource.DRAIN, False)):
+        grants = CapacityGrant(worker="a", lend=lend, kv_bytes=0, token_budget=0, granted_at=0.0)
+        simulation.control.on_grant("a", grants, simulation.now, source=grant_source)
+    simulation.lenders["a"].hand = False
+    simulation.seconds(30, waiting=400)
+    assert simulation.control.lending_workers(simulation.now) == ["b"], "it takes up no place of the cap"
+    simulation.control.on_grant("a", None, simulation.now, source=GrantSource.DRAIN)
+    assert "a" in simulation.control.lending_workers(simulation.now)
 
 
-def test_who_lends_by_hand_counts_for_the_cap() -> None:
-    world = fleet("a", "b", "c")
+def test_manually_granted_lender_counts_toward_the_cap() -> None:
+    simulation = fleet("a", "b", "c")
     by_hand = CapacityGrant(worker="c", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0)
-    world.control.on_grant("c", by_hand, world.now, source=GrantSource.BY_HAND)
-    world.lenders["c"].hand = True
-    world.seconds(30, waiting=500)
-    assert len(world.lending) == 2
+    simulation.control.on_grant("c", by_hand, simulation.now, source=GrantSource.BY_HAND)
+    simulation.lenders["c"].hand = True
+    simulation.seconds(30, waiting=500)
+    assert len(simulation.lending) == 2
 
 
-def test_a_worker_that_does_not_come_is_given_up_and_another_has_its_place() -> None:
-    world = ControlSimulation(
+def test_woken_lender_that_does_not_start_is_replaced() -> None:
+    simulation = ControlSimulation(
         changed(most_lenders=1), lenders={"a": SimulatedLender(wakes_in=1e9), "b": SimulatedLender(busy=1)}
     )
-    world.seconds(int(SETTLE_SECONDS) + 2, waiting=500)
-    assert world.lending == {"a"}
-    world.seconds(100, waiting=500)
-    assert world.lending == {"b"}
-    assert any("it did not come" in grant.reason for grant in world.log)
+    simulation.seconds(int(SETTLE_SECONDS) + 2, waiting=500)
+    assert simulation.lending == {"a"}
+    simulation.seconds(100, waiting=500)
+    assert simulation.lending == {"b"}
+    assert any("it did not come" in grant.reason for grant in simulation.log)
 
 
-def test_a_worker_that_came_and_closes_for_long_is_given_up_as_one_that_did_not_come() -> None:
-    world = ControlSimulation(changed(most_lenders=1), lenders={"a": SimulatedLender(), "b": SimulatedLender(busy=1)})
-    world.seconds(20, waiting=500)
-    assert world.lending == {"a"}
-    world.lenders["a"].comes_at = math.inf
-    world.seconds(50, waiting=500)
-    assert world.lending == {"a"}, "it may come back"
-    world.seconds(850, waiting=500)
-    assert world.lending == {"b"}
-    assert any("it has taken no turns for 60 s; it is paused" in grant.reason for grant in world.log)
-    assert world.control.lenders["a"].backoff.failures == 1
+def test_lender_closed_for_long_is_replaced() -> None:
+    simulation = ControlSimulation(
+        changed(most_lenders=1), lenders={"a": SimulatedLender(), "b": SimulatedLender(busy=1)}
+    )
+    simulation.seconds(20, waiting=500)
+    assert simulation.lending == {"a"}
+    simulation.lenders["a"].comes_at = math.inf
+    simulation.seconds(50, waiting=500)
+    assert simulation.lending == {"a"}, "it may come back"
+    simulation.seconds(850, waiting=500)
+    assert simulation.lending == {"b"}
+    assert any("it has taken no turns for 60 s; it is paused" in grant.reason for grant in simulation.log)
+    assert simulation.control.lenders["a"].backoff.failures == 1
 
 
-def test_who_closes_for_a_moment_or_runs_turns_or_is_not_heard_meanwhile_keeps_its_place() -> None:
+def test_briefly_closed_busy_or_silent_lender_is_not_replaced() -> None:
     control, now = ElasticityCore(changed(most_lenders=1), JOB), 0.0
     control.estimates.wake.fleet.value = 5.0
 
     def given_up(seconds: float, *lines: ExecutorLine) -> bool:
         nonlocal now
-        told: list[CapacityGrant] = []
+        grants: list[CapacityGrant] = []
         for _ in range(int(seconds)):
             now += 1.0
             if lines:
                 control.on_summary(summary(*lines, waiting=500), now)
-                told += control.tick(now)
-        return any(not grant.lend for grant in told)
+                grants += control.tick(now)
+        return any(not grant.lend for grant in grants)
 
     swaps = line("a", state=ExecutorState.READY, lag_versions=1)
     for _ in range(4):
@@ -185,20 +189,20 @@ def test_who_closes_for_a_moment_or_runs_turns_or_is_not_heard_meanwhile_keeps_i
     assert given_up(15, swaps)
 
 
-def test_a_start_goes_on_from_the_log() -> None:
-    world = fleet("a", "b")
-    world.seconds(20, waiting=500)
-    before = world.lending
-    world.control = ElasticityCore(CONFIG, JOB)
-    newest = {grant.worker: grant for grant in world.log}
+def test_restarted_control_app_resumes_from_the_log() -> None:
+    simulation = fleet("a", "b")
+    simulation.seconds(20, waiting=500)
+    before = simulation.lending
+    simulation.control = ElasticityCore(CONFIG, JOB)
+    newest = {grant.worker: grant for grant in simulation.log}
     for name, grant in newest.items():
-        world.control.on_grant(name, grant, world.now)
-    written = world.seconds(8, waiting=500)
-    assert all(grant.lend for grant in written) and world.lending == before
-    assert world.control.woken == world.control.parked == 0
+        simulation.control.on_grant(name, grant, simulation.now)
+    written = simulation.seconds(8, waiting=500)
+    assert all(grant.lend for grant in written) and simulation.lending == before
+    assert simulation.control.woken == simulation.control.parked == 0
 
 
-def test_a_lease_that_may_hold_takes_up_its_place_after_a_start_though_its_worker_is_not_heard() -> None:
+def test_unexpired_lease_of_a_silent_lender_counts_after_a_restart() -> None:
     for drained in (False, True):
         control, since = ElasticityCore(changed(most_lenders=1), JOB), None
         control.on_grant("a", granted("a", job=JOB, lend=True, lease_seconds=30.0), 0.0)
@@ -211,8 +215,8 @@ def test_a_lease_that_may_hold_takes_up_its_place_after_a_start_though_its_worke
         assert since == (SETTLE_SECONDS if drained else 30.0 + GRACE_SECONDS)
 
 
-def test_a_lease_of_who_is_not_heard_since_a_start_parks_nobody() -> None:
-    """Whoever granted it kept the cap; it may be of a pod that is gone."""
+def test_lease_of_a_lender_silent_since_the_restart_parks_no_lender() -> None:
+    """The grantor kept the cap; the lender may be of a pod that is gone."""
     control = ElasticityCore(changed(most_lenders=1), JOB)
     for name in ("a", "b"):
         control.on_grant(name, granted(name, job=JOB, lend=True, lease_seconds=30.0), 0.0)
@@ -221,7 +225,7 @@ def test_a_lease_of_who_is_not_heard_since_a_start_parks_nobody() -> None:
         assert all(grant.lend for grant in control.tick(now))
 
 
-def test_a_fleet_that_lends_without_grants_is_taken_over_within_the_cap() -> None:
+def test_fleet_lending_without_grants_is_brought_within_the_cap() -> None:
     control = ElasticityCore(CONFIG, JOB)
     lines = [at_work(name, serving_running=busy) for name, busy in (("a", 3), ("b", 0), ("c", 1))]
     for now in range(10):
@@ -233,7 +237,7 @@ def test_a_fleet_that_lends_without_grants_is_taken_over_within_the_cap() -> Non
     assert "more than 2" in written["a"].reason
 
 
-def test_endpoints_that_follow_no_grants_are_given_none_and_their_help_counts() -> None:
+def test_endpoints_get_no_grants_and_their_capacity_counts() -> None:
     control = ElasticityCore(CONFIG, JOB)
     helper = at_work("e", by_grant=False, lanes=800)
     for now in range(20):
@@ -241,17 +245,17 @@ def test_endpoints_that_follow_no_grants_are_given_none_and_their_help_counts() 
         assert not any(grant.worker == "e" or grant.lend for grant in control.tick(now))
 
 
-def test_a_worker_that_is_gone_is_forgotten() -> None:
-    world = fleet("a", "b")
-    world.seconds(10, waiting=500)
-    del world.lenders["b"]
-    world.seconds(int(FORGET_SECONDS + CONFIG.lease_seconds + GRACE_SECONDS) + 10, waiting=500)
-    assert set(world.control.lenders) == {"a"}
-    assert not world.control.estimates.wake.workers.keys() - {"a"}
-    assert world.deleted == [("b", GrantSource.LEASED)] and set(world.control.leases) == {"a"}
+def test_gone_lender_is_forgotten() -> None:
+    simulation = fleet("a", "b")
+    simulation.seconds(10, waiting=500)
+    del simulation.lenders["b"]
+    simulation.seconds(int(FORGET_SECONDS + CONFIG.lease_seconds + GRACE_SECONDS) + 10, waiting=500)
+    assert set(simulation.control.lenders) == {"a"}
+    assert not simulation.control.estimates.wake.workers.keys() - {"a"}
+    assert simulation.deleted == [("b", GrantSource.LEASED)] and set(simulation.control.leases) == {"a"}
 
 
-def test_of_who_is_gone_what_was_said_whichever_job_it_was_for_is_deleted_once() -> None:
+def test_grants_of_a_gone_lender_are_deleted_once_for_every_job() -> None:
     control, now = ElasticityCore(CONFIG, JOB), 0.0
     for name, job in (("gone", JOB), ("others", OTHER), ("back", JOB)):
         control.on_grant(name, granted(name, job=job), now)
@@ -259,27 +263,27 @@ def test_of_who_is_gone_what_was_said_whichever_job_it_was_for_is_deleted_once()
     control.on_grant("alive", granted("alive", job=OTHER), now)
     control.on_grant("gone", granted("gone", job=JOB, lease_seconds=0.0), now, source=GrantSource.BY_HAND)
 
-    def heard(*cells: int) -> list[tuple[str, GrantSource]]:
+    def deletions_after(*cells: int) -> list[tuple[str, GrantSource]]:
         for cell in cells:
             control.on_summary(summary(*([line("back")] if cell else [DEDICATED]), cell=cell, cells=2), now)
         control.tick(now)
         return control.expired_grants(now)
 
     for _ in range(int(FORGET_SECONDS)):
-        assert heard(0, 1) == []
+        assert deletions_after(0, 1) == []
         now += 1.0
     control.on_grant("alive", granted("alive", job=OTHER, reason="renewed"), now)
-    assert set(heard(0, 1)) == {("gone", GrantSource.CELL), ("others", GrantSource.CELL)}
+    assert set(deletions_after(0, 1)) == {("gone", GrantSource.CELL), ("others", GrantSource.CELL)}
     for _ in range(int(9.0 + GRACE_SECONDS)):
-        assert heard(0, 1) == [], "it ran out only lately"
+        assert deletions_after(0, 1) == [], "it ran out only lately"
         now += 1.0
-    assert set(heard(0, 1)) == {("gone", GrantSource.LEASED), ("others", GrantSource.LEASED)}
-    assert heard(0, 1) == []
+    assert set(deletions_after(0, 1)) == {("gone", GrantSource.LEASED), ("others", GrantSource.LEASED)}
+    assert deletions_after(0, 1) == []
     assert set(control.leases) == {"alive", "back"} and set(control.manual_grants) == {"gone"}
 
 
-def test_after_a_long_silence_of_its_cell_nobody_is_gone_before_all_cells_were_heard_for_long() -> None:
-    """The first summary of a router that has just begun names nobody: it has heard nobody yet."""
+def test_no_lender_is_gone_until_all_cells_were_heard_after_a_silence() -> None:
+    """The first summary of a new router names no executor, because the router has heard none yet."""
     control, now = ElasticityCore(CONFIG, JOB), 0.0
     control.on_grant("a", granted("a", job=JOB), now)
     control.on_grant("a", granted("a", job=JOB, cell=1), now, source=GrantSource.CELL)
@@ -308,7 +312,7 @@ def granted(name: str, **other: object) -> CapacityGrant:
     return CapacityGrant(worker=name, granted_at=0.0, **fields)  # type: ignore[arg-type]
 
 
-def test_of_workers_that_come_and_go_under_new_names_nothing_is_kept() -> None:
+def test_no_state_is_kept_of_lenders_with_ever_new_names() -> None:
     control, sizes = ElasticityCore(CONFIG, JOB), []
     for number in range(240):
         now = 10.0 * number
@@ -330,42 +334,46 @@ STEP = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.lists(STEP, max_size=60))
-def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
-    cap: int, steps: list[tuple[int, bool, str, int]]
-) -> None:
+def test_grants_keep_the_cap_name_one_job_and_have_a_reason(cap: int, steps: list[tuple[int, bool, str, int]]) -> None:
     names = [f"w{number}" for number in range(5)]
-    world = ControlSimulation(changed(most_lenders=cap), lenders={name: SimulatedLender() for name in names})
+    simulation = ControlSimulation(changed(most_lenders=cap), lenders={name: SimulatedLender() for name in names})
     others: dict[str, float] = {}
-    """By worker, until when it has a grant of another job."""
+    """Expiry of the grant of another job, by worker."""
     for waiting, silent, event, which in steps:
         name = names[which]
-        lender = world.lenders[name]
+        lender = simulation.lenders[name]
         if event == "by hand":
             lender.hand = False
             grant = CapacityGrant(worker=name, lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
-            world.control.on_grant(name, grant, world.now, source=GrantSource.BY_HAND)
+            simulation.control.on_grant(name, grant, simulation.now, source=GrantSource.BY_HAND)
         elif event == "release":
             lender.hand = None
-            world.control.on_grant(name, None, world.now, source=GrantSource.BY_HAND)
+            simulation.control.on_grant(name, None, simulation.now, source=GrantSource.BY_HAND)
         elif event == "another job":
             grant = CapacityGrant(
-                worker=name, lend=True, kv_bytes=0, token_budget=0, granted_at=world.now, lease_seconds=9.0, job=OTHER
+                worker=name,
+                lend=True,
+                kv_bytes=0,
+                token_budget=0,
+                granted_at=simulation.now,
+                lease_seconds=9.0,
+                job=OTHER,
             )
-            world.control.on_grant(name, grant, world.now)
-            lender.read(grant, world.now)
-            others[name] = world.now + 9.0
+            simulation.control.on_grant(name, grant, simulation.now)
+            lender.read(grant, simulation.now)
+            others[name] = simulation.now + 9.0
         elif event == "other busy":
             lender.busy = (lender.busy + 3) % 7
         elif event == "restart":
-            old, world.control = world.control, ElasticityCore(world.config, JOB)
-            for each, told in old.leases.items():
-                world.control.on_grant(each, told.grant, world.now)
+            old, simulation.control = simulation.control, ElasticityCore(simulation.config, JOB)
+            for each, grants in old.leases.items():
+                simulation.control.on_grant(each, grants.grant, simulation.now)
             for each, told_by_hand in old.manual_grants.items():
-                world.control.on_grant(each, told_by_hand, world.now, source=GrantSource.BY_HAND)
-        for written in world.seconds(2, waiting, silent=silent):
-            assert written.worker not in world.control.manual_grants
-            assert world.now >= others.get(written.worker, 0.0), "it lends to another job"
-        assert len(world.lending) <= cap
+                simulation.control.on_grant(each, told_by_hand, simulation.now, source=GrantSource.BY_HAND)
+        for written in simulation.seconds(2, waiting, silent=silent):
+            assert written.worker not in simulation.control.manual_grants
+            assert simulation.now >= others.get(written.worker, 0.0), "it lends to another job"
+        assert len(simulation.lending) <= cap
 
 
 @pytest.mark.slow
@@ -375,10 +383,10 @@ def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
     st.integers(0, 3000),
     st.none() | st.integers(0, 3),
 )
-def test_under_a_constant_load_it_settles(
+def test_number_of_lenders_settles_under_constant_load(
     workers: list[tuple[int, float, float]], waiting: int, held: int | None
 ) -> None:
-    """Whatever the workers are: unequal, loaded, beside a dedicated one that holds so many turns, or without one."""
+    """The workers are unequal, loaded, and with or without a dedicated executor of some turns."""
     config = changed(most_lenders=4)
     control = ElasticityCore(config, JOB)
     changes: defaultdict[str, list[float]] = defaultdict(list)
@@ -401,5 +409,5 @@ def test_under_a_constant_load_it_settles(
         assert times[-1] < 300, f"still changing: {times}"
 
 
-def test_the_grace_is_longer_than_a_grant_is_on_its_way() -> None:
+def test_grace_time_exceeds_the_delivery_time_of_a_grant() -> None:
     assert 0 < GRACE_SECONDS < CONFIG.lease_seconds

@@ -1,4 +1,4 @@
-"""When what waits is done."""
+"""Completion time of waiting work."""
 
 import math
 
@@ -12,7 +12,7 @@ TURNS = st.just(0.0) | st.floats(0.01, 10_000)
 
 
 @given(SHARES, TURNS)
-def test_it_is_done_when_the_shares_have_done_it(shares: list[WorkShare], turns: float) -> None:
+def test_work_finishes_when_the_shares_have_done_all_turns(shares: list[WorkShare], turns: float) -> None:
     done = finish_seconds(shares, turns)
     if not shares and turns > 0:
         assert done == math.inf
@@ -21,12 +21,12 @@ def test_it_is_done_when_the_shares_have_done_it(shares: list[WorkShare], turns:
 
 
 @given(SHARES, st.builds(WorkShare, st.floats(0, 100), st.floats(0.01, 100)), TURNS)
-def test_one_more_worker_never_makes_it_later(shares: list[WorkShare], more: WorkShare, turns: float) -> None:
+def test_additional_worker_never_delays_the_finish(shares: list[WorkShare], more: WorkShare, turns: float) -> None:
     assert finish_seconds([*shares, more], turns) <= finish_seconds(shares, turns) * (1 + 1e-9)
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 10**6), st.integers(0, 10**6)), max_size=20))
-def test_a_rate_is_above_nothing_and_finite_whatever_waits(seen: list[tuple[int, int, int]]) -> None:
+def test_rate_is_positive_and_finite_for_any_backlog(seen: list[tuple[int, int, int]]) -> None:
     learned = WorkerEstimates()
     for turns, prefill, new in seen:
         learned.on_waiting(turns, prefill, new)
@@ -34,9 +34,11 @@ def test_a_rate_is_above_nothing_and_finite_whatever_waits(seen: list[tuple[int,
 
 
 @given(SHARES, SHARES, st.floats(0, 1000))
-def test_a_flow_has_done_what_its_shares_have(first: list[WorkShare], more: list[WorkShare], seconds: float) -> None:
+def test_forecast_completes_the_sum_of_its_shares(
+    first: list[WorkShare], more: list[WorkShare], seconds: float
+) -> None:
     flow = CompletionForecast(first)
     for share in more:
         flow.add(share)
-    wanted = sum(each.rate * max(0.0, seconds - each.free_at) for each in [*first, *more])
-    assert math.isclose(flow.turns_done_by(seconds), wanted, rel_tol=1e-6, abs_tol=1e-6)
+    expected = sum(each.rate * max(0.0, seconds - each.free_at) for each in [*first, *more])
+    assert math.isclose(flow.turns_done_by(seconds), expected, rel_tol=1e-6, abs_tol=1e-6)

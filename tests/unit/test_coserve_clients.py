@@ -1,4 +1,4 @@
-"""The benchmark's clients against a server that answers as it is told."""
+"""The benchmark's clients against a scripted server."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 
 async def streamed(request: web.Request, *chunks: object) -> web.StreamResponse:
-    """Each chunk as vLLM sends it."""
+    """Return each chunk as vLLM sends it."""
     response = web.StreamResponse()
     await response.prepare(request)
     for chunk in chunks:
@@ -49,16 +49,16 @@ LAST = {
 }
 
 
-async def answer_of(*chunks: object, wanted: int) -> StreamedCompletion:
+async def answer_of(*chunks: object, token_count: int) -> StreamedCompletion:
     async def handler(request: web.Request) -> web.StreamResponse:
         return await streamed(request, *chunks)
 
     async with serving(handler) as url, http_session(5) as client:
-        return await stream_completion(client, url, {"prompt": [5, 6], "max_tokens": wanted}, due=time.monotonic())
+        return await stream_completion(client, url, {"prompt": [5, 6], "max_tokens": token_count}, due=time.monotonic())
 
 
-async def test_tokens_that_come_together_have_one_moment() -> None:
-    answer = await answer_of(tokens(7), tokens(8, 9), LAST, b"[DONE]", wanted=3)
+async def test_tokens_of_one_chunk_have_one_timestamp() -> None:
+    answer = await answer_of(tokens(7), tokens(8, 9), LAST, b"[DONE]", token_count=3)
     assert answer.error == ""
     assert (answer.tokens, answer.counts, len(answer.moments)) == (3, [1, 2], 2)
     assert (answer.prompt_tokens, answer.cached_tokens) == (2, 1)
@@ -74,20 +74,20 @@ async def test_tokens_that_come_together_have_one_moment() -> None:
         ((), "0 of 3 tokens came"),
     ],
 )
-async def test_an_answer_that_is_not_whole_is_an_error_in_a_sentence(chunks: tuple[object, ...], says: str) -> None:
-    answer = await answer_of(*chunks, wanted=3)
+async def test_incomplete_answer_is_an_error_in_one_sentence(chunks: tuple[object, ...], says: str) -> None:
+    answer = await answer_of(*chunks, token_count=3)
     assert says in answer.error
     assert "\n" not in answer.error
 
 
-async def test_who_cannot_be_reached_is_an_error_too() -> None:
+async def test_unreachable_server_is_an_error() -> None:
     async with http_session(5) as client:
         answer = await stream_completion(client, "http://127.0.0.1:1", {"prompt": [5], "max_tokens": 1}, due=0.0)
     assert answer.error.startswith("ClientConnectorError")
 
 
-async def test_users_never_wait_for_answers() -> None:
-    """The server answers nobody before the last has asked."""
+async def test_simulated_users_do_not_wait_for_answers() -> None:
+    """The server answers no request before the last has arrived."""
     here, all_here = 0, asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -105,13 +105,13 @@ async def test_users_never_wait_for_answers() -> None:
     assert max(answer.sent for answer in used.answers) <= min(answer.moments[0] for answer in used.answers)
 
 
-async def test_a_trajectory_goes_on_from_all_its_tokens() -> None:
+async def test_next_turn_of_a_trajectory_has_all_its_tokens() -> None:
     seen: list[list[int]] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        seen.append(asked["prompt"])
-        return await streamed(request, tokens(*range(7, 7 + asked["max_tokens"])), LAST)
+        body = await request.json()
+        seen.append(body["prompt"])
+        return await streamed(request, tokens(*range(7, 7 + body["max_tokens"])), LAST)
 
     rolled = RolloutResult([], [], [])
     async with serving(handler) as url:

@@ -1,4 +1,4 @@
-"""What the co-serving benchmark makes of its windows."""
+"""Figures that the co-serving benchmark derives from its windows."""
 
 import math
 import subprocess
@@ -29,19 +29,19 @@ BUDGETS = Budgets(ttft=0.1, tpot=0.02)
 
 
 @given(times, st.floats(0, 100))
-def test_a_percentile_was_measured_and_is_the_least_that_will_do(values: list[float], percent: float) -> None:
+def test_percentile_is_the_smallest_sufficient_measured_value(values: list[float], percent: float) -> None:
     found = percentile(values, percent)
     assert found in values
     assert sum(value <= found for value in values) >= percent / 100 * len(values) - 1e-9
     assert sum(value < found for value in values) < max(1, percent / 100 * len(values))
 
 
-def test_of_nothing_there_is_no_percentile_and_every_budget_is_kept() -> None:
+def test_empty_window_has_no_percentile_and_keeps_every_budget() -> None:
     assert math.isnan(percentile([], 99))
     assert attainment([], 1.0, failed=0) == 1.0
 
 
-def test_a_failed_request_misses_every_budget() -> None:
+def test_failed_request_misses_every_budget() -> None:
     assert attainment([0.1, 0.3], 0.2, failed=2) == 0.25
 
 
@@ -51,16 +51,16 @@ def test_time_per_token_is_the_mean_after_the_first() -> None:
     assert latency(10.0, [10.5], [1]).tpot is None
 
 
-def test_intervals_that_overlap_are_counted_once() -> None:
+def test_overlapping_intervals_are_counted_once() -> None:
     assert covered([(5, 7), (1, 3), (2, 4), (2, 3), (9, 99), (-5, 0.5)], 0, 10) == pytest.approx(0.65)
 
 
 @given(st.lists(st.tuples(st.floats(-5, 15), st.floats(-5, 15)), max_size=20))
-def test_a_share_is_a_share(intervals: list[tuple[float, float]]) -> None:
+def test_share_lies_between_0_and_1(intervals: list[tuple[float, float]]) -> None:
     assert 0 <= covered(intervals, 0, 10) <= 1 + 1e-9
 
 
-def test_a_summary_leaves_out_what_was_not_measured() -> None:
+def test_summary_omits_unmeasured_values() -> None:
     found = summary([3.0, math.nan, 1.0, 2.0])
     assert (found.median, found.low, found.high, found.windows) == (2.0, 1.0, 3.0, 3)
     assert summary([math.nan]).windows == 0
@@ -69,29 +69,29 @@ def test_a_summary_leaves_out_what_was_not_measured() -> None:
 @pytest.mark.parametrize(
     ("arm", "resolved"), [(1.05, False), (1.11, True), (0.95, False), (0.85, True), (math.nan, False)]
 )
-def test_a_margin_that_alone_again_has_too_is_unresolved(arm: float, resolved: bool) -> None:
+def test_margin_within_the_noise_of_serving_alone_is_unresolved(arm: float, resolved: bool) -> None:
     assert ratio(arm, 1.0, 0.9).resolved is resolved
     assert not ratio(arm, 1.0, math.nan).resolved
     assert math.isnan(ratio(arm, 0.0, 0.0).value)
 
 
-def test_harvest_is_of_the_time_that_serving_leaves() -> None:
+def test_harvest_is_relative_to_the_time_that_serving_leaves() -> None:
     assert harvest(300, 500, 0.25) == pytest.approx(0.8)
     assert math.isnan(harvest(1, 500, 1.0))
 
 
 @pytest.mark.parametrize("busy_of", [lambda held: 1 - math.exp(-held), lambda held: min(1.0, held)])
 @given(service=st.floats(0.01, 20), held=st.floats(0.05, 2))
-def test_a_pace_is_found_where_busy_grows_with_it(
+def test_request_rate_is_found_if_the_busy_share_grows_with_it(
     busy_of: Callable[[float], float], service: float, held: float
 ) -> None:
-    pace = search(lambda pace: busy_of(pace * service), held / service)
-    assert LEAST <= busy_of(pace * service) <= MOST
+    request_rate = search(lambda request_rate: busy_of(request_rate * service), held / service)
+    assert LEAST <= busy_of(request_rate * service) <= MOST
 
 
-def test_where_no_pace_will_do_the_search_ends() -> None:
+def test_search_ends_if_no_request_rate_fits() -> None:
     with pytest.raises(PaceError, match="give one"):
-        search(lambda pace: 0.9, 1.0)
+        search(lambda request_rate: 0.9, 1.0)
 
 
 def answer(due: float, wait: float, *, tokens: int = 5, gap: float = 0.01, error: str = "") -> StreamedCompletion:
@@ -112,7 +112,8 @@ def answer(due: float, wait: float, *, tokens: int = 5, gap: float = 0.01, error
 
 
 def window(arm: str, number: int, wait: float, *, thrown: str = "", guests: int = 0) -> Window:
-    """Ten seconds, a request each; guests get so many tokens each second, before and after the window too."""
+    """Return a window of ten seconds with one request each. Guests get the given tokens each second, before and after
+    the window too."""
     seconds = [100.5 + i for i in range(-3, 13)] if guests else []
     return Window(
         arm=arm,
@@ -127,7 +128,7 @@ def window(arm: str, number: int, wait: float, *, thrown: str = "", guests: int 
     )
 
 
-def test_the_figures_of_a_window() -> None:
+def test_window_has_the_expected_figures() -> None:
     found = figures(window("cap", 0, 0.04, guests=50), BUDGETS)
     assert found["ttft_p50_ms"] == pytest.approx(40)
     assert found["tpot_p99_ms"] == pytest.approx(10)
@@ -140,8 +141,9 @@ def test_the_figures_of_a_window() -> None:
     assert found["preemptions"] == 2
 
 
-def test_the_wait_for_a_guests_step_is_in_what_bursts_are_held_to() -> None:
-    """vLLM begins to count a request's queue when its loop takes it in, which is after the guest's step."""
+def test_burst_bound_includes_the_wait_for_a_guest_step() -> None:
+    """vLLM starts to count the queue time of a request when its loop accepts the request, which is after the guest's
+    step."""
     alone, strict = window("alone", 0, 0.04), window("strict", 0, 0.04)
     held_up = [msgspec.structs.replace(each, moments=[at + 0.03 for at in each.moments]) for each in strict.answers]
     arms = [arm for arm in ARMS if arm.name in ("alone", "strict")]
@@ -150,7 +152,7 @@ def test_the_wait_for_a_guests_step_is_in_what_bursts_are_held_to() -> None:
     assert burst.value == pytest.approx(30) and not burst.met
 
 
-def test_the_longest_piece_of_a_guest_is_that_of_all_windows() -> None:
+def test_longest_guest_piece_is_the_maximum_of_all_windows() -> None:
     windows = [window("strict", number, 0.04, guests=5) for number in range(3)]
     for each, longest in zip(windows, (0.01, 0.01, 0.5), strict=True):
         each.rolled.longest_seconds = [0.001, longest]
@@ -164,7 +166,7 @@ def promised(names: Sequence[str], windows: Sequence[Window]) -> dict[str, Check
     return {check.name: check for check in checks(arms, standings(arms, windows, BUDGETS))}
 
 
-def test_what_a_run_was_not_asked_for_is_no_promise_broken() -> None:
+def test_arm_that_was_not_requested_breaks_no_promise() -> None:
     alone, strict = window("alone", 0, 0.04), window("strict", 0, 0.04, guests=5)
     assert "harvest" not in promised(["alone", "strict"], [alone, strict])
     assert "ttft" not in promised(["strict"], [strict])
@@ -172,7 +174,7 @@ def test_what_a_run_was_not_asked_for_is_no_promise_broken() -> None:
     assert not math.isnan(promised(["alone", "guest", "strict"], [alone, guest, strict])["harvest"].value)
 
 
-def test_what_a_run_was_asked_for_and_does_not_show_is_a_promise_broken() -> None:
+def test_missing_requested_arm_is_a_broken_promise() -> None:
     alone, strict, slo = (window(name, 0, 0.04, guests=5) for name in ("alone", "strict", "slo"))
     guest = window("guest", 0, 0.04, guests=9, thrown="late")
     assert not promised(["alone", "guest", "strict"], [alone, guest, strict])["harvest"].met
@@ -183,14 +185,14 @@ def test_what_a_run_was_asked_for_and_does_not_show_is_a_promise_broken() -> Non
     assert not promised(["alone", "strict", "slo"], [alone, never_ran, slo])["slo_harvest"].met
 
 
-def test_serving_that_finds_no_prefix_has_none_to_lose() -> None:
+def test_serving_without_prefix_hits_loses_no_prefix_hits() -> None:
     alone, strict = (window(name, 0, 0.04, guests=5) for name in ("alone", "strict"))
     assert "prefix_hits" in promised(["alone", "strict"], [alone, strict])
     found_none = replace(alone, answers=[msgspec.structs.replace(each, cached_tokens=0) for each in alone.answers])
     assert "prefix_hits" not in promised(["alone", "strict"], [found_none, strict])
 
 
-def test_a_failed_request_is_in_no_latency() -> None:
+def test_failed_request_counts_in_no_latency() -> None:
     some = window("alone", 0, 0.04)
     broken = Window(
         "alone", 0, 100.0, 10.0, [*some.answers, answer(109.5, 60.0, error="gone")], [], some.rolled, some.server
@@ -201,7 +203,7 @@ def test_a_failed_request_is_in_no_latency() -> None:
     assert found["ttft_attainment"] == pytest.approx(10 / 11)
 
 
-def test_a_failed_request_is_a_promise_broken_though_no_percentile_shows_it() -> None:
+def test_failed_request_breaks_a_promise_without_moving_a_percentile() -> None:
     alone, strict = window("alone", 0, 0.04), window("strict", 0, 0.04)
     failing = replace(strict, answers=[*strict.answers, answer(109.5, 60.0, error="gone")])
     arms = [arm for arm in ARMS if arm.name in ("alone", "strict")]
@@ -211,7 +213,7 @@ def test_a_failed_request_is_a_promise_broken_though_no_percentile_shows_it() ->
 
 
 @pytest.mark.parametrize("arms", [("guest",), ("alone", "guest", "strict")])
-def test_a_picture_is_drawn_of_whatever_was_measured(arms: tuple[str, ...], tmp_path: Path) -> None:
+def test_chart_is_drawn_for_any_measurement(arms: tuple[str, ...], tmp_path: Path) -> None:
     alone = replace(window("guest", 0, 0.04, guests=70), answers=[])
     windows = [window("alone", 0, 0.04), alone, window("strict", 0, 0.05, guests=60)]
     chosen = [arm for arm in ARMS if arm.name in arms]
@@ -219,7 +221,7 @@ def test_a_picture_is_drawn_of_whatever_was_measured(arms: tuple[str, ...], tmp_
     assert ('"text":["strict"]' in (tmp_path / "curve.html").read_text()) is ("strict" in arms)
 
 
-def test_a_window_without_users_has_guests_alone() -> None:
+def test_window_without_users_has_only_guests() -> None:
     some = window("rollouts", 0, 0.04, guests=50)
     found = figures(Window("rollouts", 0, 100.0, 10.0, [], [], some.rolled, some.server), BUDGETS)
     assert found["guest_tokens_per_second"] == pytest.approx(50)
@@ -227,17 +229,17 @@ def test_a_window_without_users_has_guests_alone() -> None:
     assert found["busy"] == 0
 
 
-def test_a_client_is_as_late_as_its_requests_or_its_timer() -> None:
+def test_client_lateness_is_the_larger_of_requests_and_timer() -> None:
     some = window("alone", 0, 0.04)
     assert late(some) == 0.001
     behind = [StreamedCompletion(due=1.0, sent=1.5, prompt_tokens=1)]
     assert late(Window("alone", 0, 0.0, 2.0, behind, [0.001] * 999, some.rolled, some.server)) == 0.5
 
 
-def test_a_window_says_why_it_counts_for_nothing() -> None:
+def test_rejected_window_has_a_reason() -> None:
     def flaw_of(some: Window, *, guests: bool = False, made: int = 50) -> str:
-        told = {"vllm:generation_tokens": float(made)}
-        return flaw(replace(some, server=told), guests=guests, most_late=0.01)
+        counters = {"vllm:generation_tokens": float(made)}
+        return flaw(replace(some, server=counters), guests=guests, most_late=0.01)
 
     some = window("alone", 0, 0.04)
     assert flaw_of(some) == ""
@@ -248,7 +250,7 @@ def test_a_window_says_why_it_counts_for_nothing() -> None:
     assert flaw_of(refused, guests=True) == "a rollout failed: status 400"
 
 
-def test_a_server_that_ended_says_its_last_words(tmp_path: Path) -> None:
+def test_ended_server_is_reported_with_its_last_log_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("a\nno such flag\n\n")
     process = subprocess.Popen(["false"])
@@ -269,7 +271,7 @@ def run_of(again: float) -> list[Window]:
     return [*windows, window("alone", 3, 9.0, thrown="late")]
 
 
-def test_standings_compare_with_alone_and_leave_out_what_was_thrown_away() -> None:
+def test_comparison_is_with_serving_alone_and_omits_discarded_windows() -> None:
     found = standings(ARMS, run_of(1.3), BUDGETS)
     assert set(found) == {"alone", "again", "rollouts", "cap"}
     assert (found["alone"].windows, found["alone"].thrown, found["cap"].thrown) == (3, 1, 0)
@@ -282,7 +284,7 @@ def test_standings_compare_with_alone_and_leave_out_what_was_thrown_away() -> No
     assert math.isnan(found["alone"].harvest)
 
 
-def test_a_promise_is_checked_and_says_whether_its_margin_is_resolved() -> None:
+def test_checked_promise_tells_whether_its_margin_is_resolved() -> None:
     promise = Promise("ttft", "ttft_p99_ms_ratio", 1.1, "max", "serving alone")
     arms = [Arm(ALONE), Arm("again"), Arm("cap", promises=(promise,)), Arm("absent", promises=(promise,))]
     enough, found = checks(arms, standings(arms, run_of(1.1), BUDGETS))
@@ -292,12 +294,12 @@ def test_a_promise_is_checked_and_says_whether_its_margin_is_resolved() -> None:
     assert found.details["margin"] == "resolved"
 
 
-def test_what_llm_d_published_stands_beside_ours_as_ratios() -> None:
+def test_published_llm_d_figures_are_compared_as_ratios() -> None:
     best = published_ratios()["llm-d: cap"]
     assert (best["ttft_p99_ms"], best["gap_p99_ms"]) == (pytest.approx(2.16, abs=0.01), pytest.approx(2.42, abs=0.01))
 
 
-def test_the_worst_window_says_where_a_wait_went() -> None:
+def test_worst_window_attributes_its_wait() -> None:
     rows = worst(run_of(1.1))
     assert {row["arm"] for row in rows} == {"alone", "again", "rollouts", "cap"}
     row = rows[0]
@@ -305,20 +307,20 @@ def test_the_worst_window_says_where_a_wait_went() -> None:
     assert (row["queue"], row["prefill"], row["outside"]) == (pytest.approx(20), pytest.approx(10), pytest.approx(10))
 
 
-def test_every_round_has_every_arm_and_begins_with_another() -> None:
+def test_every_round_has_every_arm_and_rotates_the_first() -> None:
     assert {in_rotation(ARMS, number)[0].name for number in range(len(ARMS))} == {arm.name for arm in ARMS}
     assert all(set(in_rotation(ARMS, number)) == set(ARMS) for number in range(9))
     there, back = in_rotation(ARMS, 0), in_rotation(ARMS, 1)
     assert not {*pairwise(there)} & {*pairwise(back)}, "no arm always follows the same one"
 
 
-def test_a_window_that_is_thrown_away_is_run_again_and_told() -> None:
-    arms, told, tries = [Arm("alone"), Arm("cap")], list[str](), iter(["late", "", "", "late", "late", "late", ""])
+def test_discarded_window_is_repeated_and_reported() -> None:
+    arms, counters, tries = [Arm("alone"), Arm("cap")], list[str](), iter(["late", "", "", "late", "late", "late", ""])
 
     def run(arm: Arm, number: int) -> Window:
         return window(arm.name, number, 0.04, thrown=next(tries))
 
-    windows = run_rounds(arms, 2, run, told.append)
+    windows = run_rounds(arms, 2, run, counters.append)
     assert [(each.arm, each.round, each.thrown) for each in windows] == [
         ("alone", 0, "late"),
         ("alone", 0, ""),
@@ -328,4 +330,4 @@ def test_a_window_that_is_thrown_away_is_run_again_and_told() -> None:
         ("cap", 1, "late"),
         ("alone", 1, ""),
     ]
-    assert len(told) == 4
+    assert len(counters) == 4

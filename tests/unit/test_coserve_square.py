@@ -6,7 +6,7 @@ from bench.coserving.square import read_arrivals
 from rose.workers.loadgen.traces import TraceError
 
 
-def test_a_square_wave_has_its_two_rates_in_turn() -> None:
+def test_square_wave_alternates_between_two_rates() -> None:
     taken = read_arrivals("square:40,4,50", first=0, count=8000)
     assert taken == read_arrivals("square:40,4,50", first=0, count=8000)
     phases = [0] * (int(taken[-1].at // 50) + 1)
@@ -21,6 +21,6 @@ def test_a_square_wave_has_its_two_rates_in_turn() -> None:
 @pytest.mark.parametrize(
     "text", ["square:", "square:1,2", "square:a,b,c", "square:1,2,9", "square:5,0,9", "square:5,1,0"]
 )
-def test_what_is_no_square_wave_is_refused(text: str) -> None:
+def test_invalid_square_wave_is_refused(text: str) -> None:
     with pytest.raises(TraceError, match="square:"):
         read_arrivals(text, first=0, count=9)

@@ -1,4 +1,4 @@
-"""Dead letters: what is known of them is told without holding them, and poison is shown, not tripped over."""
+"""Dead letters are listed without their values in memory, and undecodable dead letters can be shown."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,52 +19,57 @@ from rose.topics.settings import BusSettings
 
 SETTINGS = BusSettings("")
 Copy = tuple[Topic, int, bool]
-"""Of which topic, the offset there (-1: nobody knows), and whether it says that it was sent back."""
+"""Topic, offset in the topic (-1 if unknown), and whether the dead letter was sent back."""
 
 COPIES = st.lists(st.tuples(st.sampled_from([PROMPTS, SAMPLES]), st.integers(-1, 4), st.booleans()), max_size=20)
 
 
-class Value(bytes):
-    """Bytes that are counted as long as they are in memory."""
+class CountedBytes(bytes):
+    """Bytes whose instances in memory are counted."""
 
     held = 0
 
     def __init__(self, _: bytes) -> None:
-        Value.held += 1
+        CountedBytes.held += 1
 
     def __del__(self) -> None:
-        Value.held -= 1
+        CountedBytes.held -= 1
 
 
-class Dead:
-    """The dead-letter topics: what lies there, and how much of it was in memory at once while it was read."""
+class DeadLetterTopics:
+    """The dead-letter topics, and the largest number of their values in memory during a read."""
 
     def __init__(self, copies: list[Copy]) -> None:
-        self.lying: dict[str, list[RawMessage]] = {PROMPTS.dead_letters: [], SAMPLES.dead_letters: []}
+        self.stored: dict[str, list[RawMessage]] = {PROMPTS.dead_letters: [], SAMPLES.dead_letters: []}
         self.add(copies)
         self.most_held = self.read = 0
-        self.before = Value.held
+        self.before = CountedBytes.held
 
     def add(self, copies: list[Copy]) -> None:
         for topic, offset, sent_back in copies:
             where = () if offset < 0 else ((PARTITION, b"0"), (OFFSET, b"%d" % offset))
             headers = ((REASON, b"no prompt"), (KEY, b"k" * 5000), *where, *[(SENT_BACK, b"")] * sent_back)
-            self.lying[topic.dead_letters].append(RawMessage(None, b"v", headers))
+            self.stored[topic.dead_letters].append(RawMessage(None, b"v", headers))
 
     def messages(
         self, settings: BusSettings, begins: Mapping[tuple[str, int], int], **_: object
     ) -> Iterator[tuple[tuple[str, int], int, RawMessage, float]]:
         for place, begin in begins.items():
-            for offset in range(max(0, begin), len(self.lying[place[0]])):
+            for offset in range(max(0, begin), len(self.stored[place[0]])):
                 self.read += 1
-                yield place, offset, self.lying[place[0]][offset]._replace(value=Value(b"v" * 100)), float(offset)
-                self.most_held = max(self.most_held, Value.held - self.before)
+                yield (
+                    place,
+                    offset,
+                    self.stored[place[0]][offset]._replace(value=CountedBytes(b"v" * 100)),
+                    float(offset),
+                )
+                self.most_held = max(self.most_held, CountedBytes.held - self.before)
 
 
 @given(COPIES, COPIES)
-def test_places_counts_and_reasons_are_told_without_a_value_in_memory(before: list[Copy], after: list[Copy]) -> None:
+def test_dead_letters_are_listed_without_their_values_in_memory(before: list[Copy], after: list[Copy]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        dead = Dead(before)
+        dead = DeadLetterTopics(before)
         patch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
         here = DeadLetterIndex(SETTINGS, PROMPTS, SAMPLES)
         here.read()
@@ -74,22 +79,22 @@ def test_places_counts_and_reasons_are_told_without_a_value_in_memory(before: li
         burials = read_dead_letter_infos(SETTINGS, PROMPTS, SAMPLES)
         assert dead.most_held <= 1
         assert all(len(burial.key or b"") < 5000 for burial in burials)
-        letters = read_dead_letters(SETTINGS, PROMPTS, SAMPLES)
-        told = [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in letters]
-        assert told == [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in burials]
+        dead_letters = read_dead_letters(SETTINGS, PROMPTS, SAMPLES)
+        summaries = [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in dead_letters]
+        assert summaries == [(each.place, each.reason, each.dead_lettered_at, each.sent_back_at) for each in burials]
         for topic in (PROMPTS, SAMPLES):
-            of = [each for each in letters if each.topic is topic]
+            of = [each for each in dead_letters if each.topic is topic]
             assert here.count(topic) == len(of)
             assert here.places(topic) == {(each.partition, each.offset) for each in of if each.partition >= 0}
             nowhere = sum(each.partition < 0 for each in of)
             assert here.pending(topic) == nowhere + sum(each.sent_back_at is None for each in of if each.partition >= 0)
 
 
-def test_of_the_letters_only_what_is_wanted_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = Dead([(PROMPTS, offset, False) for offset in range(50)])
+def test_only_selected_dead_letters_are_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = DeadLetterTopics([(PROMPTS, offset, False) for offset in range(50)])
     monkeypatch.setattr(rose.topics.dead_letters, "read_messages", dead.messages)
-    [letter] = read_dead_letters(SETTINGS, PROMPTS, selects=lambda letter: letter.offset == 7)
-    assert (letter.offset, letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3
+    [dead_letter] = read_dead_letters(SETTINGS, PROMPTS, selects=lambda dead_letter: dead_letter.offset == 7)
+    assert (dead_letter.offset, dead_letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3
 
 
 NAMES = st.sampled_from(["topic", "partition", "offset", "key", "exception", "sent-back", "rose-schema"]) | st.text()
@@ -108,15 +113,15 @@ def letter_at(offset: int, raw: RawMessage, *, sent_back: bool = False) -> RawMe
 
 
 @given(MESSAGES, st.booleans())
-def test_a_message_comes_out_of_its_letter_as_it_came(raw: RawMessage, sent_back: bool) -> None:
-    letter = letter_at(7, raw, sent_back=sent_back)
-    assert from_dead_letter(letter) == raw
-    assert letter.key == b"team.prompts/0/7" and letter.header(OFFSET) == b"7"
-    assert ((SENT_BACK, b"") in letter.headers) is sent_back
+def test_dead_letter_gives_the_original_message_back(raw: RawMessage, sent_back: bool) -> None:
+    dead_letter = letter_at(7, raw, sent_back=sent_back)
+    assert from_dead_letter(dead_letter) == raw
+    assert dead_letter.key == b"team.prompts/0/7" and dead_letter.header(OFFSET) == b"7"
+    assert ((SENT_BACK, b"") in dead_letter.headers) is sent_back
 
 
 @given(MESSAGES)
-def test_a_letter_that_is_sent_on_with_all_its_headers_says_nothing_of_the_next(raw: RawMessage) -> None:
+def test_forwarded_dead_letter_headers_do_not_affect_the_next_dead_letter(raw: RawMessage) -> None:
     old = letter_at(7, raw, sent_back=True)
     assert letter_at(8, old._replace(key=raw.key)) == letter_at(8, raw)
 
@@ -139,21 +144,21 @@ def letter_of(value: bytes) -> DeadLetter:
 
 
 @pytest.mark.parametrize("value", POISON.values(), ids=POISON)
-def test_poison_is_shown_and_mending_it_is_refused_in_a_sentence(value: bytes) -> None:
+def test_undecodable_dead_letter_is_shown_and_not_editable(value: bytes) -> None:
     check(value)
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda more: b"\x81\xa1a" + more))
-def test_any_bytes_are_shown(value: bytes) -> None:
+def test_any_dead_letter_bytes_can_be_shown(value: bytes) -> None:
     check(value)
 
 
 def check(value: bytes) -> None:
-    letter = letter_of(value)
-    assert show_value(letter) or not value
+    dead_letter = letter_of(value)
+    assert show_value(dead_letter) or not value
     for change in ("environment=x", "environment=" + "[" * 5000):
         try:
-            fields: Any = msgspec.msgpack.decode(edited_message(letter, None, [change]).value or b"")
+            fields: Any = msgspec.msgpack.decode(edited_message(dead_letter, None, [change]).value or b"")
         except UsageError:
             continue
         assert "environment" in fields

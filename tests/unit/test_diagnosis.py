@@ -1,4 +1,4 @@
-"""Why nothing happens: every way in which a run can stand still has its sentence, and a run that moves has none."""
+"""Diagnosis of stalls: every kind of stall has a sentence, and a progressing run has none."""
 
 import dataclasses
 
@@ -32,17 +32,17 @@ WELL = Facts(
     in_a_turn=4,
 )
 STILL = {"applied_seconds": 12.0, "dispatched_seconds": 12.0, "settled_seconds": 12.0}
-"""As it is when nothing has moved for 12 s."""
+"""Facts of a run without progress for 12 s."""
 
 
-def said(**changes: object) -> tuple[list[str], str | None]:
+def diagnosis_of(**changes: object) -> tuple[list[str], str | None]:
     facts = dataclasses.replace(WELL, **changes)  # type: ignore[arg-type]
     found = diagnose(facts)
     return [each.sentence for each in found if each.severity is Severity.UNWELL], headline(facts, found)
 
 
-def test_a_run_that_moves_is_well_and_needs_no_headline() -> None:
-    assert said() == ([], None)
+def test_progressing_run_is_healthy_and_has_no_headline() -> None:
+    assert diagnosis_of() == ([], None)
 
 
 WIRE = "float32 on the wire, the engine holds bfloat16"
@@ -94,8 +94,8 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
         ),
     ],
 )
-def test_what_must_be_mended_is_unwell_and_in_the_headline(changes: dict[str, object], sentence: str) -> None:
-    unwell, why = said(**changes, **STILL)
+def test_fault_is_unhealthy_and_in_the_headline(changes: dict[str, object], sentence: str) -> None:
+    unwell, why = diagnosis_of(**changes, **STILL)
     assert sentence in unwell
     assert why is not None
     assert why.startswith("nothing moves: ")
@@ -132,19 +132,19 @@ def many(count: int, **changes: object) -> tuple[ExecutorFacts, ...]:
         ),
     ],
 )
-def test_who_waits_for_whom_is_told_when_nothing_is_broken(changes: dict[str, object], why: str) -> None:
-    assert said(**changes, **STILL) == ([], why)
+def test_waiting_is_explained_if_no_part_is_faulty(changes: dict[str, object], why: str) -> None:
+    assert diagnosis_of(**changes, **STILL) == ([], why)
 
 
-def test_prompts_behind_an_open_transaction_are_told_as_that_and_are_unwell_in_the_end() -> None:
+def test_prompts_behind_an_open_transaction_are_named_and_finally_unhealthy() -> None:
     held = {"held_homes": (1, 4), "prompts_waiting": 0}
-    assert said(**held, held_seconds=9.0) == ([], None), "its producer may be about to end it"
-    [sentence] = said(**held, held_seconds=10.0)[0]
+    assert diagnosis_of(**held, held_seconds=9.0) == ([], None), "its producer may be about to end it"
+    [sentence] = diagnosis_of(**held, held_seconds=10.0)[0]
     assert "nobody can read the prompts of homes 1, 4, which lie behind a transaction that is open" in sentence
 
 
-def test_a_version_that_nobody_serves_keeps_nobody_from_turns() -> None:
-    """It may be another run's, or forged: the router believes of versions what executors serve."""
+def test_version_without_executor_does_not_block_turns() -> None:
+    """The version may be of another run, or forged: the router trusts only versions that executors serve."""
     facts = dataclasses.replace(WELL, newest_version=2**53)
     found = diagnose(facts)
     assert not [each for each in found if each.severity is Severity.UNWELL]
@@ -152,18 +152,18 @@ def test_a_version_that_nobody_serves_keeps_nobody_from_turns() -> None:
     assert Finding(Severity.NOTE, "executors", sentence) in found
 
 
-def test_who_is_paused_says_why() -> None:
+def test_paused_executor_is_shown_with_its_reason() -> None:
     paused = executor("lender-0", state=ExecutorState.PAUSED, paused_reason="a grant parked it: night")
     findings = diagnose(dataclasses.replace(WELL, executors=(executor(held=4), paused)))
     sentences = {each.sentence: each.severity for each in findings}
     assert sentences["lender-0 is paused, and takes no turns: a grant parked it: night"] is Severity.WAITS
 
 
-def test_the_rest_is_worth_a_note() -> None:
-    letters = {"rose.prompts.submitted.v1": 2}
+def test_minor_findings_are_notes() -> None:
+    dead_letters_by_topic = {"rose.prompts.submitted.v1": 2}
     facts = dataclasses.replace(
         WELL,
-        letters=letters,
+        letters=dead_letters_by_topic,
         executors=(executor(held=1, clock_off_seconds=-90.0), executor("lender-0", cuts=3, frozen=True)),
     )
     notes = [each.sentence for each in diagnose(facts)]
@@ -227,18 +227,18 @@ def some_facts(moments: st.SearchStrategy[float] = MOMENTS) -> st.SearchStrategy
         (None, "nothing moves: no router is there"),
     ],
 )
-def test_headline_of_a_starting_run_says_what_starts(starting: list[str] | None, sentence: str) -> None:
+def test_headline_of_a_starting_run_names_the_starting_roles(starting: list[str] | None, sentence: str) -> None:
     facts = dataclasses.replace(WELL, routers=0, **STILL)  # type: ignore[arg-type]
     found = headline(facts, diagnose(facts), starting=starting)
     assert found is not None and found.startswith(sentence)
 
 
-def test_headline_of_a_starting_run_in_which_all_is_well_is_empty() -> None:
+def test_headline_of_a_healthy_starting_run_is_empty() -> None:
     assert headline(WELL, diagnose(WELL), starting=[]) is None
 
 
 @given(some_facts())
-def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(facts: Facts) -> None:
+def test_stalled_run_has_one_headline_and_a_progressing_run_has_none(facts: Facts) -> None:
     findings = diagnose(facts)
     why = headline(facts, findings)
     assert (why is None) == (facts.applied_seconds < STALLED_SECONDS)
@@ -250,7 +250,7 @@ def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(fa
 
 
 @given(some_facts(st.floats(STALLED_SECONDS, 10_000)))
-def test_while_work_is_left_and_nothing_moves_somebody_waits_and_in_the_end_somebody_is_unwell(facts: Facts) -> None:
+def test_stalled_work_always_has_a_waiting_and_finally_an_unhealthy_part(facts: Facts) -> None:
     worst = [each.severity for each in diagnose(facts)][:1]
     if facts.work_left:
         assert worst in ([Severity.WAITS], [Severity.UNWELL])
@@ -259,7 +259,7 @@ def test_while_work_is_left_and_nothing_moves_somebody_waits_and_in_the_end_some
 
 
 @given(some_facts(st.floats(0, 10_000)))
-def test_a_run_in_which_nothing_is_left_to_do_never_stands_still(facts: Facts) -> None:
+def test_run_without_remaining_work_is_never_stalled(facts: Facts) -> None:
     idle = dataclasses.replace(facts, prompts_waiting=0, open_groups=0)
     assert not [each for each in diagnose(idle) if each.who == "run"]
 
@@ -276,24 +276,22 @@ PATIENT = Patience(step_seconds=200.0, turn_seconds=300.0, training_seconds=900.
         ({"open_groups": 1, "in_a_turn": 0}, 200.0),
     ],
 )
-def test_work_that_is_under_way_is_waited_for_as_long_as_it_may_take(
-    changes: dict[str, object], seconds: float
-) -> None:
+def test_work_in_progress_is_awaited_for_its_allowed_time(changes: dict[str, object], seconds: float) -> None:
     for still, unwell in ((seconds - 1.0, False), (seconds + 1.0, True)):
         since = {"applied_seconds": still, "dispatched_seconds": still, "settled_seconds": still}
-        assert bool(said(**changes, **since, patience=PATIENT)[0]) == unwell
+        assert bool(diagnosis_of(**changes, **since, patience=PATIENT)[0]) == unwell
 
 
-def test_nobody_is_accused_of_the_time_before_there_was_an_executor_with_room() -> None:
+def test_time_without_executor_room_counts_against_no_part() -> None:
     asking: dict[str, object] = {"executors": (executor(),), **STILL}
-    assert not said(**asking, able_seconds=2.0)[0]
-    [sentence], _ = said(**asking, able_seconds=11.0)
+    assert not diagnosis_of(**asking, able_seconds=2.0)[0]
+    [sentence], _ = diagnosis_of(**asking, able_seconds=11.0)
     assert "no turn was sent out for 11 s" in sentence
 
 
-def test_nobody_is_accused_of_the_time_before_there_was_a_worker_or_a_prompt() -> None:
+def test_time_without_worker_or_prompt_counts_against_no_part() -> None:
     waiting: dict[str, object] = {"open_groups": 1, "in_a_turn": 4, **STILL}
-    assert not said(**waiting, workers_seconds=2.0)[0]
-    assert not said(**waiting, opened_seconds=2.0)[0]
-    assert not said(**waiting, openable=0)[0]
-    assert said(**waiting, workers_seconds=11.0, opened_seconds=11.0, openable=2)[0]
+    assert not diagnosis_of(**waiting, workers_seconds=2.0)[0]
+    assert not diagnosis_of(**waiting, opened_seconds=2.0)[0]
+    assert not diagnosis_of(**waiting, openable=0)[0]
+    assert diagnosis_of(**waiting, workers_seconds=11.0, opened_seconds=11.0, openable=2)[0]

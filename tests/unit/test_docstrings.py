@@ -1,4 +1,4 @@
-"""Docstrings of the product, those under fields included, are sentences or name a thing; ruff holds their form."""
+"""Docstrings of the product, field docstrings included, are sentences or noun phrases; ruff checks their form."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 FRAGMENT = re.compile(r"(As|By|For|Of|That|To|What|With)\b")
-"""First words of a docstring that says only what its reader must put before it."""
+"""First words of a docstring that its reader must complete."""
 
 
 def test_no_docstring_begins_as_a_fragment() -> None:

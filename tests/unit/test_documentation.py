@@ -1,6 +1,6 @@
 """The documentation: links, length of paragraphs and sentences, diagrams and snippets.
 
-Generated pages are held against the code by the tests of their generators; here only links to them are checked.
+The tests of the generators compare generated pages with the code; here only links to them are checked.
 """
 
 import ast
@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 GENERATED = frozenset(
     f"docs/reference/{name}.md" for name in ("cli", "configuration", "topics", "metrics", "log-events")
 )
-"""Pages that a generator writes."""
+"""Pages written by a generator."""
 
 PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")))
 WRITTEN = tuple(name for name in PAGES if name not in GENERATED)
@@ -39,7 +39,7 @@ WORDS = {
     if file.suffix in (".py", ".yaml", ".in")
     for word in re.findall(r"\b[A-Z]\w+", file.read_text(encoding="utf-8"))
 }
-"""Names in the code that begin with a capital letter."""
+"""Capitalized names in the code."""
 
 DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2", "gantt", "classDiagram", "timeline")
 MOST_PARAGRAPH_WORDS = 60
@@ -55,18 +55,18 @@ def text_of(name: str) -> str:
 
 
 def snippets(name: str, language: str) -> list[str]:
-    """The fenced blocks of one language."""
+    """Return the fenced blocks of one language."""
     return [dedent(body) for found, body in FENCE.findall(text_of(name)) if found == language]
 
 
 def anchors(name: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the heading anchors of a page, as GitHub builds them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(name)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", LINK.sub(r"\1", each).lower()).replace(" ", "-") for each in headings}
 
 
 def paragraphs(name: str) -> Iterator[str]:
-    """Paragraphs and list items as plain text: no code blocks, tables, headings or pictures."""
+    """Return paragraphs and list items as plain text, without code blocks, tables, headings and pictures."""
     block: list[str] = []
     for line in [*FENCE.sub("", text_of(name)).splitlines(), ""]:
         line = line.removeprefix("> ").rstrip(">")
@@ -99,7 +99,7 @@ def test_page_ends_with_links_to_the_next_pages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_page_has_at_most_one_box_of_what_was_not_run(name: str) -> None:
+def test_page_has_at_most_one_not_run_box(name: str) -> None:
     assert text_of(name).count("> **Not run.**") <= 1
 
 
@@ -118,7 +118,7 @@ def test_links_of_a_page_resolve(name: str) -> None:
         page = (folder / path).resolve() if path else ROOT / name
         relative = str(page.relative_to(ROOT))
         if relative in GENERATED and not page.exists():
-            continue  # its generator's test holds that it exists
+            continue  # the test of its generator checks that the file exists
         if not page.exists() or (anchor and anchor not in anchors(relative)):
             broken.append(target)
     assert broken == []
@@ -156,7 +156,7 @@ def test_toml_snippets_are_configurations(name: str, tmp_path: Path) -> None:
 
 
 def rose_commands(script: str) -> Iterator[list[str]]:
-    """The words after `rose` of each command in a shell script."""
+    """Return the words after `rose` of each command in a shell script."""
     for line in script.replace("\\\n", " ").splitlines():
         for command in re.split(r"\||&&|;", re.sub(r"'[^']*'", lambda quoted: quoted[0].replace(";", ","), line)):
             if found := re.search(r"(?:^|\s|/bin/)rose(?=\s)(?!\s+\w+=)", command):
@@ -222,7 +222,7 @@ def test_named_metrics_exist(name: str) -> None:
     assert [each for each in named if not any(metric.startswith(each) for metric in known)] == []
 
 
-def test_sentences_of_the_troubleshooting_table_are_those_of_the_code() -> None:
+def test_troubleshooting_table_has_the_messages_of_the_code() -> None:
     code = "".join(
         file.read_text(encoding="utf-8")
         for folder in ("pipeline/monitor", "topics", "workers/environments")

@@ -1,4 +1,4 @@
-"""An emulated executor keeps the contract, loses no turn, and reuses what a prefix cache of its size would."""
+"""An emulated executor keeps the contract, loses no turn, and reuses prefixes like a prefix cache of its size."""
 
 from typing import Any
 
@@ -39,9 +39,9 @@ TURNS = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(TURNS)
-def test_what_is_taken_on_is_answered_once_and_no_more_is_taken_than_is_offered(turns: list[tuple[Any, ...]]) -> None:
-    def life() -> list[tuple[TurnKey, TurnTimes, int]]:
-        executor, now, told = EmulatedExecutor(MACHINE, worker="w0", slot=0), 0.0, []
+def test_accepted_turns_are_answered_once_within_the_offer(turns: list[tuple[Any, ...]]) -> None:
+    def run_once() -> list[tuple[TurnKey, TurnTimes, int]]:
+        executor, now, answers_of = EmulatedExecutor(MACHINE, worker="w0", slot=0), 0.0, []
         held: dict[TurnKey, int] = {}
         for number, (context, new, shared, after) in enumerate(turns):
             now += after
@@ -58,20 +58,20 @@ def test_what_is_taken_on_is_answered_once_and_no_more_is_taken_than_is_offered(
                 held[dispatch.key] = context + 12
             else:
                 assert (refused.outcome, refused.refusal) == (TurnOutcome.REFUSED, Refusal.ROOM)
-            told += [(each.key, each.times, each.cached_tokens) for each in answers]
+            answers_of += [(each.key, each.times, each.cached_tokens) for each in answers]
             assert len(executor.heartbeat(now).holds) == 8 * len(held)
         while held:
             for result, _ in executor.advance(executor.engine.next_at):
                 del held[result.key]
-                told.append((result.key, result.times, result.cached_tokens))
-        return told
+                answers_of.append((result.key, result.times, result.cached_tokens))
+        return answers_of
 
-    assert life() == life()
+    assert run_once() == run_once()
 
 
 @settings(max_examples=100, deadline=None)
 @given(TURNS)
-def test_an_engine_answers_each_turn_whole_and_forgets_what_it_has_no_room_for(turns: list[tuple[Any, ...]]) -> None:
+def test_engine_answers_each_turn_fully_and_evicts_beyond_its_capacity(turns: list[tuple[Any, ...]]) -> None:
     engine, now, finished = Engine(MACHINE), 0.0, []
     for number, (context, new, shared, after) in enumerate(turns):
         now += after
@@ -88,7 +88,7 @@ def test_an_engine_answers_each_turn_whole_and_forgets_what_it_has_no_room_for(t
     assert engine.running == 0 and engine.decode_tokens_per_second() > 0
 
 
-def test_a_prefix_is_reused_until_its_room_is_taken() -> None:
+def test_prefix_is_reused_until_its_blocks_are_evicted() -> None:
     engine = Engine(MACHINE)
     prompt = tuple(range(8))
 
@@ -102,7 +102,7 @@ def test_a_prefix_is_reused_until_its_room_is_taken() -> None:
     assert cached("later") < 56, "of 24 blocks the other one took 19"
 
 
-def test_a_turn_that_could_never_run_is_refused_aloud() -> None:
+def test_turn_that_can_never_run_is_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="needs 26 blocks of KV"):
         Engine(MACHINE).add(work("big", 200, 1), 0.0)
 
@@ -121,14 +121,14 @@ def turn(name: str, blocks: tuple[int, ...], *, at: float = 0.0) -> Turn:
     )
 
 
-def test_the_oracle_knows_what_anybody_computed_before() -> None:
+def test_oracle_router_knows_every_cached_prefix() -> None:
     first = Session("a", "a", [turn("a", (1, 2, 3)), turn("a", (1, 2, 3, 4))])
     second = Session("b", "b", [turn("b", (1, 2, 9), at=1.0)])
     workload = Workload(name="w", machines=[MACHINE], max_tokens=8, sessions=[second, first])
     assert sorted(reusable(workload)) == [0, 16, 24]
 
 
-def test_a_radix_tree_follows_a_prefix_and_sticky_a_trajectory() -> None:
+def test_radix_tree_follows_a_prefix_and_sticky_a_trajectory() -> None:
     tree, sticky = RadixTree(3), Sticky(3)
     held = tree.asked(turn("a", (1, 2, 3, 4)))
     assert tree.asked(turn("b", (1, 2, 3, 5))) == held
@@ -139,7 +139,7 @@ def test_a_radix_tree_follows_a_prefix_and_sticky_a_trajectory() -> None:
     assert sticky.asked(turn("a", (7,))) == home
 
 
-def test_a_simulation_is_the_same_each_time_and_serves_every_turn_once() -> None:
+def test_simulation_is_deterministic_and_serves_every_turn_once() -> None:
     sessions = [
         Session(f"s{n}", f"s{n}", [turn(f"s{n}", tuple(range(100 * n, 100 * n + 2 + k))) for k in range(4)])
         for n in range(8)

@@ -1,4 +1,4 @@
-"""Emulated executors keep the executor's contract, whatever comes; their compute takes the time that rates give."""
+"""Emulated executors keep the executor's contract in any history, and their compute time follows the rates."""
 
 import msgspec
 import pytest
@@ -54,13 +54,13 @@ def dedicated() -> FleetExecutor:
     return FleetExecutor(ExecutorSpec(name="w0", slot=0, rates=RATES), LENGTHS, INCARNATION, 0.0)
 
 
-def turn(name: str = "g:0", *, attempt: int = 0, begun: Part | None = None) -> TurnDispatch:
-    asked = request(name, sampling=SAMPLING)
-    return dispatched(asked, incarnation=INCARNATION, attempt=attempt, begun=begun)
+def turn(name: str = "g:0", *, attempt: int = 0, partial: Part | None = None) -> TurnDispatch:
+    turn_request = request(name, sampling=SAMPLING)
+    return dispatched(turn_request, incarnation=INCARNATION, attempt=attempt, begun=partial)
 
 
-class Played:
-    """An executor and its books, kept from what it says alone."""
+class ExecutorWithBooks:
+    """An executor and its books, derived only from its output."""
 
     def __init__(self, executor: FleetExecutor) -> None:
         self.executor = executor
@@ -70,13 +70,15 @@ class Played:
         self.notes: list[Note] = []
         self.beat: SlackHeartbeat | None = None
         self.answered_at_beat: frozenset[TurnKey] = frozenset()
-        """What it had answered when it said so: a turn may end right after a heartbeat that lists it."""
+        """Turns answered by the last heartbeat: a turn may end right after a heartbeat that lists it."""
 
-    def hear(self, said: list[Output]) -> None:
-        for each in said:
+    def on_output(self, outputs: list[Output]) -> None:
+        for each in outputs:
             match each:
                 case ContextRequest(dispatch):
-                    self.hear(self.executor.on_context(dispatch, bytes(4 * dispatch.request.context_tokens), self.now))
+                    self.on_output(
+                        self.executor.on_context(dispatch, bytes(4 * dispatch.request.context_tokens), self.now)
+                    )
                 case ReturnedTurns(results, note):
                     self.answers += results
                     self.notes.append(note)
@@ -89,10 +91,10 @@ class Played:
                     self.notes.append(each)
 
     def dispatch(self, dispatch: TurnDispatch) -> None:
-        self.hear(self.executor.on_dispatch(dispatch, 10, self.now))
+        self.on_output(self.executor.on_dispatch(dispatch, 10, self.now))
 
     def grant(self, *, lend: bool = True) -> None:
-        said = CapacityGrant(
+        sent_grant = CapacityGrant(
             worker="w0",
             lend=lend,
             kv_bytes=0,
@@ -101,7 +103,7 @@ class Played:
             lease_seconds=LEASE_SECONDS,
             job=JOB,
         )
-        self.hear(self.executor.on_grant(said, self.now, source=GrantSource.LEASED, live=True))
+        self.on_output(self.executor.on_grant(sent_grant, self.now, source=GrantSource.LEASED, live=True))
 
     def serve(self, running: int, tokens: int) -> None:
         self.users = Step(self.now, running, tokens)
@@ -109,7 +111,7 @@ class Played:
     def go_on(self, seconds: float, step: float = 0.05) -> None:
         for _ in range(round(seconds / step)):
             self.now += step
-            self.hear(self.executor.step(self.users, 0.0 if self.users.running else step, self.now))
+            self.on_output(self.executor.step(self.users, 0.0 if self.users.running else step, self.now))
 
     def what(self) -> list[NoteKind]:
         return [note.what for note in self.notes]
@@ -128,62 +130,62 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.booleans())
 @example([("time", 1.0), ("turn", 0), ("time", 0.6875), ("time", 0.125)], False)
-def test_every_turn_is_answered_once_and_nothing_is_held_while_the_gate_is_closed(
+def test_every_turn_is_answered_once_and_none_is_held_behind_a_closed_gate(
     events: list[tuple[str, float]], lends: bool
 ) -> None:
-    played = Played(lender() if lends else dedicated())
-    asked: list[TurnKey] = []
+    books = ExecutorWithBooks(lender() if lends else dedicated())
+    turn_request: list[TurnKey] = []
     for kind, value in events:
         if kind == "turn":
-            attempt = sum(key.trajectory_id == f"g:{value}" for key in asked)
+            attempt = sum(key.trajectory_id == f"g:{value}" for key in turn_request)
             dispatch = turn(f"g:{value}", attempt=attempt)
-            asked.append(dispatch.key)
-            played.dispatch(dispatch)
+            turn_request.append(dispatch.key)
+            books.dispatch(dispatch)
         elif kind == "users" and lends:
-            played.serve(int(value > 0), int(value))
+            books.serve(int(value > 0), int(value))
         elif kind == "grant" and lends:
-            played.grant(lend=bool(value))
+            books.grant(lend=bool(value))
         elif kind == "time":
-            played.go_on(value)
-        if played.beat is not None and played.beat.state is ExecutorState.PAUSED:
-            assert not played.executor.holds
-        assert played.executor.holds <= RATES.max_turns
-        answered = {answer.key for answer in played.answers}
-        assert len(asked) - len(answered) == played.executor.holds
-    played.go_on(BEAT_SECONDS + 0.1)
-    assert played.beat is not None
-    held = {held_hash(key).to_bytes(8, "little") for key in set(asked) - played.answered_at_beat}
-    assert {played.beat.holds[at : at + 8] for at in range(0, len(played.beat.holds), 8)} == held
-    played.hear(list(played.executor.stop(played.now)))
-    assert sorted(answer.key for answer in played.answers) == sorted(asked)
-    assert played.beat.state is ExecutorState.STOPPING
-    assert all(answer.part.validation_error is None for answer in played.answers if answer.tokens)
+            books.go_on(value)
+        if books.beat is not None and books.beat.state is ExecutorState.PAUSED:
+            assert not books.executor.holds
+        assert books.executor.holds <= RATES.max_turns
+        answered = {answer.key for answer in books.answers}
+        assert len(turn_request) - len(answered) == books.executor.holds
+    books.go_on(BEAT_SECONDS + 0.1)
+    assert books.beat is not None
+    held = {held_hash(key).to_bytes(8, "little") for key in set(turn_request) - books.answered_at_beat}
+    assert {books.beat.holds[at : at + 8] for at in range(0, len(books.beat.holds), 8)} == held
+    books.on_output(list(books.executor.stop(books.now)))
+    assert sorted(answer.key for answer in books.answers) == sorted(turn_request)
+    assert books.beat.state is ExecutorState.STOPPING
+    assert all(answer.part.validation_error is None for answer in books.answers if answer.tokens)
 
 
 @given(st.lists(st.floats(0.05, 2.0), max_size=6))
-def test_a_turn_in_parts_is_what_it_is_in_one(times: list[float]) -> None:
+def test_turn_in_parts_equals_an_uninterrupted_turn(times: list[float]) -> None:
     whole, _ = sampled_of("g:0", 0, SAMPLING, LENGTHS)
-    begun: Part | None = None
+    partial: Part | None = None
     for attempt, seconds in enumerate([*times, 60.0]):
-        played = Played(dedicated())
-        played.go_on(0.05)
-        played.dispatch(turn(attempt=attempt, begun=begun))
-        played.go_on(seconds)
-        played.hear(list(played.executor.stop(played.now)))
-        [answer] = played.answers
+        books = ExecutorWithBooks(dedicated())
+        books.go_on(0.05)
+        books.dispatch(turn(attempt=attempt, partial=partial))
+        books.go_on(seconds)
+        books.on_output(list(books.executor.stop(books.now)))
+        [answer] = books.answers
         if answer.outcome is TurnOutcome.COMPLETED:
             assert (answer.tokens, answer.finish_reason) == (whole, "stop")
             assert answer.spans == (VersionSpan(0, count(whole), 0),)
             return
         assert whole.startswith(answer.tokens)
-        begun = answer.part if answer.tokens else None
+        partial = answer.part if answer.tokens else None
     raise AssertionError("it never ended")
 
 
-def test_a_turn_takes_the_time_that_rates_give_and_a_cached_prefix_saves_its_part() -> None:
+def test_turn_time_follows_the_rates_and_a_cached_prefix_shortens_the_turn() -> None:
     engine = Engine(RATES)
-    asked = request("g:0", context=100, sampling=SAMPLING)
-    engine.take("first", asked, 100, bytes(4 * 8), "stop", 0.0)
+    turn_request = request("g:0", context=100, sampling=SAMPLING)
+    engine.take("first", turn_request, 100, bytes(4 * 8), "stop", 0.0)
     assert not engine.advance(0.99, 0.99)
     [done] = engine.advance(0.02, 1.01)
     assert (done.turn.cached_tokens, count(done.turn.sampled.tokens), done.device_seconds) == (
@@ -197,107 +199,107 @@ def test_a_turn_takes_the_time_that_rates_give_and_a_cached_prefix_saves_its_par
     assert done.turn.cached_tokens == 108
 
 
-def test_a_lender_lends_from_its_grant_on_until_its_lease_runs_out() -> None:
-    played = Played(lender())
-    played.go_on(1.0)
-    assert played.beat is not None and played.beat.state is ExecutorState.PAUSED and played.beat.by_grant
-    played.grant()
-    played.go_on(0.3)
-    assert "being built" in played.beat.paused_reason
-    played.go_on(0.4)
-    assert played.beat.state is ExecutorState.READY and played.beat.token_budget == RATES.kv_tokens
-    played.dispatch(turn())
-    played.serve(1, 100)  # who computes nothing meanwhile
-    played.go_on(4.0)
-    played.serve(0, 0)
-    played.go_on(0.9)
-    assert not played.answers
-    played.go_on(0.6)
-    assert [answer.outcome for answer in played.answers] == [TurnOutcome.COMPLETED]
-    assert "ran out" in played.beat.paused_reason
-    assert played.what() == [NoteKind.GRANTED, NoteKind.FREE, NoteKind.FIRST, NoteKind.SHUT]
+def test_lender_lends_from_its_grant_until_its_lease_expires() -> None:
+    books = ExecutorWithBooks(lender())
+    books.go_on(1.0)
+    assert books.beat is not None and books.beat.state is ExecutorState.PAUSED and books.beat.by_grant
+    books.grant()
+    books.go_on(0.3)
+    assert "being built" in books.beat.paused_reason
+    books.go_on(0.4)
+    assert books.beat.state is ExecutorState.READY and books.beat.token_budget == RATES.kv_tokens
+    books.dispatch(turn())
+    books.serve(1, 100)  # who computes nothing meanwhile
+    books.go_on(4.0)
+    books.serve(0, 0)
+    books.go_on(0.9)
+    assert not books.answers
+    books.go_on(0.6)
+    assert [answer.outcome for answer in books.answers] == [TurnOutcome.COMPLETED]
+    assert "ran out" in books.beat.paused_reason
+    assert books.what() == [NoteKind.GRANTED, NoteKind.FREE, NoteKind.FIRST, NoteKind.SHUT]
 
 
-def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_have_the_rest_off() -> None:
-    played = Played(lender(wake_seconds=0.0))
-    played.grant()
-    played.go_on(0.2)
+def test_user_memory_demand_preempts_turns_at_once_and_the_rest_if_it_lasts() -> None:
+    books = ExecutorWithBooks(lender(wake_seconds=0.0))
+    books.grant()
+    books.go_on(0.2)
     for number in range(2):
-        played.dispatch(turn(f"g:{number}"))
-    played.go_on(0.5)
-    played.serve(9, 36_000)
-    played.go_on(0.05)
-    assert {answer.outcome for answer in played.answers} == {TurnOutcome.PREEMPTED} and not played.executor.holds
-    assert played.notes[-2].what is NoteKind.OFF and played.notes[-2].since == played.users.at
+        books.dispatch(turn(f"g:{number}"))
+    books.go_on(0.5)
+    books.serve(9, 36_000)
+    books.go_on(0.05)
+    assert {answer.outcome for answer in books.answers} == {TurnOutcome.PREEMPTED} and not books.executor.holds
+    assert books.notes[-2].what is NoteKind.OFF and books.notes[-2].since == books.users.at
 
-    played.serve(0, 0)
-    played.go_on(3.0)
-    played.dispatch(turn("g:2"))
-    played.serve(1, 100)
-    played.grant()
-    played.go_on(MAX_BLOCKED_SECONDS - 0.2)
-    assert played.executor.holds == 1
-    played.go_on(0.4)
-    assert played.executor.holds == 0 and played.answers[-1].reason.startswith("serving left it no moment")
+    books.serve(0, 0)
+    books.go_on(3.0)
+    books.dispatch(turn("g:2"))
+    books.serve(1, 100)
+    books.grant()
+    books.go_on(MAX_BLOCKED_SECONDS - 0.2)
+    assert books.executor.holds == 1
+    books.go_on(0.4)
+    assert books.executor.holds == 0 and books.answers[-1].reason.startswith("serving left it no moment")
 
 
-def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_held() -> None:
-    played = Played(lender(wake_seconds=0.0))
-    played.grant()
-    played.go_on(0.2)
+def test_room_depends_on_users_and_not_on_held_turns() -> None:
+    books = ExecutorWithBooks(lender(wake_seconds=0.0))
+    books.grant()
+    books.go_on(0.2)
     for number in range(RATES.max_turns):
-        played.dispatch(turn(f"g:{number}"))
-    played.go_on(4.0)
-    assert not played.executor.holds
-    assert played.what() == [NoteKind.GRANTED, NoteKind.FREE, NoteKind.FIRST]
+        books.dispatch(turn(f"g:{number}"))
+    books.go_on(4.0)
+    assert not books.executor.holds
+    assert books.what() == [NoteKind.GRANTED, NoteKind.FREE, NoteKind.FIRST]
 
     held = [turn(f"g:{number}") for number in range(8, 8 + RATES.max_turns)]
     for each in held:
-        played.dispatch(each)
-    played.serve(1, 22_000)
-    played.go_on(0.05)
-    played.grant()
-    played.serve(0, 0)
-    played.go_on(4.0)
-    assert played.what().count(NoteKind.SHUT) == 0 and not played.executor.holds
+        books.dispatch(each)
+    books.serve(1, 22_000)
+    books.go_on(0.05)
+    books.grant()
+    books.serve(0, 0)
+    books.go_on(4.0)
+    assert books.what().count(NoteKind.SHUT) == 0 and not books.executor.holds
 
-    played.serve(9, 36_000)
-    played.go_on(0.05)
-    played.grant()
-    played.serve(0, 0)
-    played.go_on(4 * SERVING.quiet_seconds)
-    played.dispatch(turn("g:7"))
-    assert [(note.what, note.reason) for note in played.notes[3:] if note.what is not NoteKind.GRANTED] == [
+    books.serve(9, 36_000)
+    books.go_on(0.05)
+    books.grant()
+    books.serve(0, 0)
+    books.go_on(4 * SERVING.quiet_seconds)
+    books.dispatch(turn("g:7"))
+    assert [(note.what, note.reason) for note in books.notes[3:] if note.what is not NoteKind.GRANTED] == [
         (NoteKind.SHUT, USERS),
         (NoteKind.FREE, USERS),
         (NoteKind.FIRST, USERS),
     ]
 
 
-def test_who_is_sent_more_than_it_ever_offered_refuses_and_tells() -> None:
-    played = Played(dedicated())
-    played.go_on(0.1)
+def test_executor_refuses_and_counts_turns_beyond_every_past_offer() -> None:
+    books = ExecutorWithBooks(dedicated())
+    books.go_on(0.1)
     for number in range(RATES.max_turns + 1):
-        played.dispatch(turn(f"g:{number}"))
-    assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
-    assert played.what() == [NoteKind.OVERFILLED]
+        books.dispatch(turn(f"g:{number}"))
+    assert [answer.refusal for answer in books.answers] == [Refusal.ROOM]
+    assert books.what() == [NoteKind.OVERFILLED]
 
 
-def test_what_an_offer_of_a_moment_ago_allowed_is_nobodys_fault() -> None:
-    played = Played(lender(wake_seconds=0.0))
-    played.grant()
-    played.go_on(0.2)
-    played.serve(9, 36_000)
-    played.go_on(0.05)
-    assert played.beat is not None and played.beat.token_budget < RATES.kv_tokens
-    played.dispatch(turn())
-    assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
-    assert NoteKind.OVERFILLED not in played.what()
+def test_turn_within_a_recent_offer_is_not_a_fault() -> None:
+    books = ExecutorWithBooks(lender(wake_seconds=0.0))
+    books.grant()
+    books.go_on(0.2)
+    books.serve(9, 36_000)
+    books.go_on(0.05)
+    assert books.beat is not None and books.beat.token_budget < RATES.kv_tokens
+    books.dispatch(turn())
+    assert [answer.refusal for answer in books.answers] == [Refusal.ROOM]
+    assert NoteKind.OVERFILLED not in books.what()
 
 
-def test_a_dispatch_is_answered_by_the_start_that_it_is_for_alone() -> None:
-    played = Played(dedicated())
-    played.go_on(0.1)
-    played.dispatch(msgspec.structs.replace(turn(), incarnation=INCARNATION - 1))
-    played.go_on(3.0)
-    assert not played.answers and not played.executor.holds
+def test_dispatch_is_answered_only_by_its_own_incarnation() -> None:
+    books = ExecutorWithBooks(dedicated())
+    books.go_on(0.1)
+    books.dispatch(msgspec.structs.replace(turn(), incarnation=INCARNATION - 1))
+    books.go_on(3.0)
+    assert not books.answers and not books.executor.holds

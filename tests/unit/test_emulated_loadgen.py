@@ -1,4 +1,4 @@
-"""Users of a trace leave the time that they leave; whole workers are given late and never while users need them."""
+"""Users of a trace leave idle time; whole workers are lent late and never while users need them."""
 
 from itertools import pairwise
 
@@ -21,8 +21,8 @@ def arrival(at: float, prompt: int = 1000, output: int = 10) -> Arrival:
     return Arrival(at=at, prompt_tokens=prompt, output_tokens=output)
 
 
-def test_users_hold_a_worker_from_their_arrival_to_their_last_token() -> None:
-    load = Load([arrival(0.0), arrival(1.0), arrival(10.0)], PACE)  # each is served for 2 s
+def test_worker_is_busy_from_user_arrival_to_last_token() -> None:
+    load = Load([arrival(0.0), arrival(1.0), arrival(10.0)], PACE)  # each request is served for 2 s
     assert [(step.at, step.running, step.tokens) for step in load.steps[:4]] == [
         (0.0, 1, 1010),
         (1.0, 2, 2020),
@@ -42,7 +42,7 @@ ARRIVALS = st.lists(
 
 
 @given(ARRIVALS, st.lists(st.floats(0.0, 500.0), min_size=2, max_size=10))
-def test_idle_time_is_what_the_steps_leave(arrivals: list[Arrival], moments: list[float]) -> None:
+def test_idle_time_is_the_time_between_steps(arrivals: list[Arrival], moments: list[float]) -> None:
     load = Load(sorted(arrivals, key=lambda each: each.at), PACE)
     moments.sort()
     sums = [load.idle_until(at) for at in moments]
@@ -56,7 +56,7 @@ def test_idle_time_is_what_the_steps_leave(arrivals: list[Arrival], moments: lis
             assert load.idle_until(at) == pytest.approx(load.idle_until(load.at(at).at), abs=1e-6)
 
 
-def test_a_real_trace_goes_round_so_that_workers_are_busy_as_in_production() -> None:
+def test_real_trace_repeats_to_reach_the_production_load() -> None:
     users = users_of(read_trace(str(TRACE_FILE)), PACE, workers=8, speed=6.0)
     assert len({each.load for each in users}) > 1
     assert users[0].load.busy == pytest.approx(BUSY, rel=0.25)
@@ -64,7 +64,7 @@ def test_a_real_trace_goes_round_so_that_workers_are_busy_as_in_production() -> 
 
 
 @given(ARRIVALS, st.floats(1.0, 40.0), st.integers(1, 8))
-def test_a_whole_worker_is_given_late_and_not_while_users_need_it(
+def test_whole_worker_is_lent_late_and_never_while_users_need_it(
     arrivals: list[Arrival], delay: float, workers: int
 ) -> None:
     load = Load(sorted(arrivals, key=lambda each: each.at), PACE)
@@ -85,7 +85,7 @@ def line(what: NoteKind, at: float, since: float = 0.0, reason: str = "", worker
     return Line(worker=worker, what=what.value, at=at, since=since, reason=reason)
 
 
-def test_a_first_turn_counts_where_turns_waited_all_the_while() -> None:
+def test_first_turn_counts_only_if_turns_waited_throughout() -> None:
     waiting = Waiting([(0.0, 3), (1.0, 3), (2.0, 0), (3.0, 0), (4.0, 5), (5.0, 5)])
     lines = [
         line(NoteKind.FREE, 0.5, 0.2, GRANT),
@@ -100,7 +100,7 @@ def test_a_first_turn_counts_where_turns_waited_all_the_while() -> None:
     assert spread_of([0.1]) is None
 
 
-def test_capacity_that_went_before_a_turn_came_counts_where_that_was_late() -> None:
+def test_capacity_lost_before_a_late_turn_counts() -> None:
     lines = [
         line(NoteKind.FREE, 0.5, 0.5, USERS),
         line(NoteKind.FIRST, 0.6, 0.5, USERS),
@@ -115,7 +115,7 @@ def test_capacity_that_went_before_a_turn_came_counts_where_that_was_late() -> N
     assert first_turns(lines, Waiting([(0.0, 3), (2.0, 0), (5.0, 3)]), late=0.25)[GRANT] == []
 
 
-def test_who_lends_when_the_journal_ends_has_outlived_all() -> None:
+def test_lender_at_the_end_of_the_journal_outlives_all_turns() -> None:
     lines = [
         line(NoteKind.FREE, 1.0, reason=GRANT),
         line(NoteKind.FREE, 1.0, reason=GRANT, worker="s1"),
@@ -130,7 +130,7 @@ def test_who_lends_when_the_journal_ends_has_outlived_all() -> None:
     assert last_turns_off(lines) == {GRANT: [pytest.approx(0.1)]}
 
 
-def test_arms_differ_in_who_is_there_and_nobody_is_there_before_it_is_given() -> None:
+def test_arms_differ_in_lenders_and_none_lends_before_its_grant() -> None:
     shape = Shape(
         dedicated=4, lenders=8, groups=1, group_size=1, trace=TRACE_FILE, speed=6.0, allocation_delay=34.0, wake=5.0
     )

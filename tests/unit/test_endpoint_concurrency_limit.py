@@ -1,4 +1,4 @@
-"""The pace of a lender by requests: how it grows, what it yields, where it settles."""
+"""The concurrency limit of an endpoint lender: growth, cuts and convergence."""
 
 import itertools
 from math import inf
@@ -29,14 +29,12 @@ def new_pace(most: int = MOST) -> AimdLimit:
 
 
 @given(st.lists(windows, max_size=60), st.integers(0, 100))
-def test_it_stays_between_nothing_and_the_most_and_grows_only_when_on_time(
-    history: list[LatencyWindow], most: int
-) -> None:
-    pace, was_late = new_pace(most), False
+def test_limit_stays_in_bounds_and_grows_only_without_lateness(history: list[LatencyWindow], most: int) -> None:
+    limit_control, was_late = new_pace(most), False
     for now, window in enumerate(history):
-        before = pace.limit
-        after = pace.on_window(window, float(now))
-        assert after == pace.limit and 0 <= after <= most
+        before = limit_control.limit
+        after = limit_control.on_window(window, float(now))
+        assert after == limit_control.limit and 0 <= after <= most
         on_time = not window.others_late and all(s <= TTFT for s in window.ttft) and all(s <= TPOT for s in window.tpot)
         assert after <= before or on_time
         assert after <= before or before == 0 or window.full
@@ -45,29 +43,33 @@ def test_it_stays_between_nothing_and_the_most_and_grows_only_when_on_time(
 
 
 @given(st.lists(windows, max_size=40))
-def test_whatever_was_before_an_endpoint_that_stays_late_is_soon_asked_for_nothing(
+def test_limit_of_a_persistently_late_endpoint_soon_reaches_zero(
     history: list[LatencyWindow],
 ) -> None:
-    pace = new_pace()
+    limit_control = new_pace()
     for now, window in enumerate(history):
-        pace.on_window(window, float(now))
+        limit_control.on_window(window, float(now))
     for _ in range(2 * MOST.bit_length() + 1):
-        pace.on_window(LATE, 40.0)
-    assert pace.limit == 0
-    assert pace.on_window(LatencyWindow([], [], full=False), 41.0) == 0
+        limit_control.on_window(LATE, 40.0)
+    assert limit_control.limit == 0
+    assert limit_control.on_window(LatencyWindow([], [], full=False), 41.0) == 0
 
 
-def test_the_window_after_a_cut_is_not_judged() -> None:
-    pace = new_pace(8)
-    assert [pace.on_window(CALM, 0.0) for _ in range(3)] == [2, 4, 8]
-    assert [pace.on_window(LATE, 1.0), pace.on_window(LATE, 2.0), pace.on_window(CALM, 3.0)] == [4, 4, 5]
+def test_window_after_a_cut_is_ignored() -> None:
+    limit_control = new_pace(8)
+    assert [limit_control.on_window(CALM, 0.0) for _ in range(3)] == [2, 4, 8]
+    assert [
+        limit_control.on_window(LATE, 1.0),
+        limit_control.on_window(LATE, 2.0),
+        limit_control.on_window(CALM, 3.0),
+    ] == [4, 4, 5]
 
 
-def test_what_was_too_much_is_tried_again_twice_as_late_each_time() -> None:
-    pace, now, tries = new_pace(), 0.0, []
+def test_exceeded_limit_is_retried_with_exponential_backoff() -> None:
+    limit_control, now, tries = new_pace(), 0.0, []
     for _ in range(400):
-        before = pace.limit
-        after = pace.on_window(LATE if before else LatencyWindow([], [], full=False), now)
+        before = limit_control.limit
+        after = limit_control.on_window(LATE if before else LatencyWindow([], [], full=False), now)
         if before == 0 and after == 1:
             tries.append(now)
         now += 1.0
@@ -76,23 +78,23 @@ def test_what_was_too_much_is_tried_again_twice_as_late_each_time() -> None:
 
 
 @given(st.integers(2, MOST - 1), st.floats(0.2, 0.7))
-def test_it_settles_where_the_endpoint_keeps_its_promise(knee: int, base_share: float) -> None:
-    """An endpoint whose time per token grows with the turns at it, and is over its budget beyond `knee` of them."""
-    pace, tokens, late_windows = new_pace(), 0, 0
+def test_limit_settles_where_the_endpoint_meets_its_budget(knee: int, base_share: float) -> None:
+    """The time per token of the endpoint grows with its turns, and exceeds its budget beyond `knee` turns."""
+    limit_control, tokens, late_windows = new_pace(), 0, 0
     base = base_share * TPOT
     for now in range(600):
-        tpot = base + (TPOT - base) * pace.limit / (knee + 0.5)
-        full = pace.limit > 0
+        tpot = base + (TPOT - base) * limit_control.limit / (knee + 0.5)
+        full = limit_control.limit > 0
         if now >= 100:
-            tokens += pace.limit
+            tokens += limit_control.limit
             late_windows += tpot > TPOT
-        pace.on_window(LatencyWindow([0.1], [tpot] if full else [], full=full), float(now))
+        limit_control.on_window(LatencyWindow([0.1], [tpot] if full else [], full=full), float(now))
     spare = int((0.8 - base_share) / (1 - base_share) * (knee + 0.5))
     assert tokens / 500 >= min(spare, knee) / 2
     assert late_windows <= 50
 
 
-def test_late_is_told_by_buckets_that_are_surely_over_the_budget() -> None:
+def test_lateness_counts_only_buckets_fully_over_the_budget() -> None:
     nothing = {0.1: 0.0, 0.25: 0.0, inf: 0.0}
     assert not exceeds_budget({}, {}, 0.2) and not exceeds_budget(nothing, nothing, 0.2)
     assert not exceeds_budget(nothing, {0.1: 0.0, 0.25: 20.0, inf: 20.0}, 0.2)
@@ -103,12 +105,12 @@ def test_late_is_told_by_buckets_that_are_surely_over_the_budget() -> None:
 
 
 BASE_SECONDS, TOKEN_SECONDS = 0.008, 0.00005
-"""Of a step of the endpoint's engine."""
+"""Seconds of an engine step of the endpoint, and of each token in it."""
 
 
 @given(st.floats(0.0, 0.2), st.integers(0, 2**32 - 1))
-def test_what_the_way_to_an_endpoint_takes_makes_its_tokens_no_dearer(away: float, seed: int) -> None:
-    """Its requests come over a network, most of a few tokens; it is told as the engine that it is."""
+def test_network_latency_does_not_raise_the_token_cost(away: float, seed: int) -> None:
+    """Its requests cross a network, most with few tokens; the reported rates are those of the engine."""
     random, rates = Random(seed), TokenRates()
     for _ in range(300):
         running = random.randint(1, 32)
@@ -126,7 +128,7 @@ def test_what_the_way_to_an_endpoint_takes_makes_its_tokens_no_dearer(away: floa
     st.lists(st.tuples(st.floats(0, 600), st.integers(1, 4096)), max_size=30),
     st.integers(0, 4096),
 )
-def test_whatever_was_measured_a_step_takes_no_less_than_its_tokens(
+def test_step_time_is_at_least_the_time_of_its_tokens(
     first: list[tuple[int, float]], decoded: list[tuple[float, int]], running: int
 ) -> None:
     rates = TokenRates()
@@ -137,7 +139,7 @@ def test_whatever_was_measured_a_step_takes_no_less_than_its_tokens(
     assert 1e-3 <= rates.decode(running) * max(1, running) <= rates.prefill * (1 + 1e-9) <= 1e12
 
 
-def test_a_turn_that_was_told_all_at_once_makes_nobody_fast() -> None:
+def test_turn_delivered_in_one_chunk_does_not_raise_the_rate() -> None:
     rates = TokenRates()
     for _ in range(50):
         rates.on_decoded(0.01, 1)

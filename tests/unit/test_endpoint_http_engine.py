@@ -1,4 +1,4 @@
-"""A turn at an endpoint: what the rates learn of it, and what becomes of it where the endpoint is in trouble."""
+"""A turn at an endpoint: learned rates, and the result of a turn when the endpoint fails."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,7 +35,7 @@ CONFIG = ExecutorConfig(model_folder=Path(), name="lender", max_turns=8, max_mod
 
 
 class Scripted:
-    """An endpoint: pieces of tokens, and how each turn ends."""
+    """An endpoint with scripted token chunks and turn ends."""
 
     url = "http://endpoint"
 
@@ -43,7 +43,7 @@ class Scripted:
         self.ends = list(ends)
         self.pieces = pieces
         self.logprobs: list[float] = []
-        """Of the pieces that come next; those behind them have -1."""
+        """Logprobs of the next chunks; later chunks have -1."""
         self.looks = 0
         self.there = True
 
@@ -62,21 +62,23 @@ class Scripted:
             raise EngineBroken("another")
 
 
-def played(api: Any, check: Callable[[HttpEngine], None] = lambda _: None) -> list[TurnFinished | TurnRejected]:
-    """What is told of one turn after another; `check` sees the player after them."""
+def results_of_turns(
+    api: Any, check: Callable[[HttpEngine], None] = lambda _: None
+) -> list[TurnFinished | TurnRejected]:
+    """Run turns in sequence and return their results; `check` gets the engine afterwards."""
 
     async def play(channel: ChannelFds) -> None:
         versions: Any = SimpleNamespace(version=1, salt="")
         endpoint = EndpointConfig(url=api.url)
-        player = HttpEngine(api, versions, channel, CONFIG, endpoint, vocabulary=48, kv=KvAllowance(1 << 20, 64))
+        engine = HttpEngine(api, versions, channel, CONFIG, endpoint, vocabulary=48, kv=KvAllowance(1 << 20, 64))
         for number in range(len(api.ends)):
-            player._execute(SubmitTurn(f"turn-{number}", pack_tokens([1, 2]), SAMPLING, 1))
-            player._send_waiting()
-            await asyncio.gather(*player._tasks, return_exceptions=True)
+            engine._execute(SubmitTurn(f"turn-{number}", pack_tokens([1, 2]), SAMPLING, 1))
+            engine._send_waiting()
+            await asyncio.gather(*engine._tasks, return_exceptions=True)
         await asyncio.sleep(0)
-        check(player)
-        if player._broken.done():
-            player._broken.exception()
+        check(engine)
+        if engine._broken.done():
+            engine._broken.exception()
 
     with closing(ChannelFds.create()) as channel:
         asyncio.run(play(channel))
@@ -88,66 +90,70 @@ def sampled(answer: TurnFinished | TurnRejected) -> int:
     return len(unpack_tokens(answer.turn.sampled.tokens))
 
 
-def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
-    """vLLM merges what its client has not read yet, and `--stream-interval` has it send several at a time."""
+def test_tokens_of_one_chunk_give_no_decode_rate() -> None:
+    """vLLM merges chunks that its client has not read yet, and with `--stream-interval` sends several tokens at
+    a time."""
 
-    def unmoved(player: HttpEngine) -> None:
-        assert player._rates.decode(1) == pytest.approx(100.0)
+    def unmoved(engine: HttpEngine) -> None:
+        assert engine._rates.decode(1) == pytest.approx(100.0)
 
-    [answer] = played(Scripted("length", pieces=(8,)), unmoved)
+    [answer] = results_of_turns(Scripted("length", pieces=(8,)), unmoved)
     assert isinstance(answer, TurnFinished) and answer.turn.finish_reason == "length"
 
 
-def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_in_the_first_chunk_count_in_no_decode_time(monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[float] = []
     monkeypatch.setattr(TokenRates, "on_decoded", lambda _, seconds, __: learned.append(seconds))
     clock = iter(range(100))
     monkeypatch.setattr(room, "time", SimpleNamespace(time=lambda: float(next(clock)), monotonic=lambda: 0.0))
-    played(Scripted("length", pieces=(4, 4)))
+    results_of_turns(Scripted("length", pieces=(4, 4)))
     assert learned == [1 / 4], "one second for the four that followed"
 
 
-def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_unless_there_was_no_room() -> None:
+def test_partial_turn_is_returned_and_an_empty_turn_refused_unless_no_room() -> None:
     failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
-    [begun] = played(Scripted(failed))
-    assert isinstance(begun, TurnFinished) and (begun.turn.finish_reason, begun.reason, sampled(begun)) == (
+    [partial] = results_of_turns(Scripted(failed))
+    assert isinstance(partial, TurnFinished) and (partial.turn.finish_reason, partial.reason, sampled(partial)) == (
         ABORTED,
         "error",
         2,
     )
-    [silent] = played(Scripted("abort"))
+    [silent] = results_of_turns(Scripted("abort"))
     assert isinstance(silent, TurnFinished) and "abort" in silent.reason and sampled(silent) == 2
-    [paused] = played(Scripted("abort", pieces=()))
+    [paused] = results_of_turns(Scripted("abort", pieces=()))
     assert isinstance(paused, TurnFinished), "whoever pauses the server has its requests end so"
-    [nothing] = played(Scripted(failed, pieces=()))
+    [nothing] = results_of_turns(Scripted(failed, pieces=()))
     assert isinstance(nothing, TurnRejected) and nothing.reason == "error"
-    [full] = played(Scripted(no_room, pieces=()))
+    [full] = results_of_turns(Scripted(no_room, pieces=()))
     assert isinstance(full, TurnFinished) and (full.turn.finish_reason, sampled(full)) == (ABORTED, 0)
-    [unfit] = played(Scripted(EngineRefusal("too long"), pieces=()))
+    [unfit] = results_of_turns(Scripted(EngineRefusal("too long"), pieces=()))
     assert isinstance(unfit, TurnRejected) and unfit.reason == "too long"
 
 
 @pytest.mark.parametrize("logprob", [-9999.0, -100.0, 0.5, float("-inf"), float("nan")])
-def test_a_turn_whose_logprobs_cannot_be_is_refused_and_the_others_are_not(logprob: float) -> None:
+def test_only_the_turn_with_impossible_logprobs_is_refused(logprob: float) -> None:
     api = Scripted("length", "length")
     api.logprobs = [-1.0, logprob]
-    one, other = played(api)
+    one, other = results_of_turns(api)
     assert isinstance(one, TurnRejected) and f"a logprob of {logprob:g}" in one.reason
     assert isinstance(other, TurnFinished) and sampled(other) == 2
 
 
-def test_a_turn_that_breaks_off_ends_the_endpoint_only_where_it_is_another_by_then() -> None:
-    def goes_on(player: HttpEngine) -> None:
-        assert not player._broken.done()
+def test_broken_turn_ends_the_endpoint_only_if_the_server_was_replaced() -> None:
+    def goes_on(engine: HttpEngine) -> None:
+        assert not engine._broken.done()
 
-    def is_over(player: HttpEngine) -> None:
-        assert isinstance(player._broken.exception(), EngineBroken) and list(player._running) == ["turn-0"]
+    def is_over(engine: HttpEngine) -> None:
+        assert isinstance(engine._broken.exception(), EngineBroken) and list(engine._running) == ["turn-0"]
 
     api = Scripted(TurnLost("error", failed=True), "length")
-    assert [type(answer) for answer in played(api, goes_on)] == [TurnFinished, TurnFinished] and api.looks == 1
+    assert [type(answer) for answer in results_of_turns(api, goes_on)] == [
+        TurnFinished,
+        TurnFinished,
+    ] and api.looks == 1
     api = Scripted(TurnLost("error", failed=True))
     api.there = False
-    assert played(api, is_over) == [], "who plays gives it back, with all others"
+    assert results_of_turns(api, is_over) == [], "who plays gives it back, with all others"
 
 
 @pytest.mark.parametrize(
@@ -161,23 +167,23 @@ def test_a_turn_that_breaks_off_ends_the_endpoint_only_where_it_is_another_by_th
         (["refused", "refused"], 0),
     ],
 )
-def test_no_room_is_late_and_so_is_an_endpoint_that_fails_at_every_turn(ends: list[str], late: int) -> None:
-    """Else it would draw turns the faster the faster it fails."""
-    troubles = {
+def test_missing_room_and_constant_failure_count_as_late(ends: list[str], late: int) -> None:
+    """Otherwise a faster failing endpoint would attract more turns."""
+    faults = {
         "failed": TurnLost("error", failed=True),
         "no room": TurnLost("full", failed=False),
         "refused": EngineRefusal("unfit"),
     }
 
-    def counts(player: HttpEngine) -> None:
-        window = player._window(others_late=False)
+    def counts(engine: HttpEngine) -> None:
+        window = engine._window(others_late=False)
         assert sum(seconds == float("inf") for seconds in window.ttft) == late
 
-    played(Scripted(*(troubles.get(end, end) for end in ends)), counts)
+    results_of_turns(Scripted(*(faults.get(end, end) for end in ends)), counts)
 
 
 @pytest.mark.parametrize("status", [200, 204, 302, *FATAL_STATUSES, 400, 409, 413, 422, *BUSY_STATUSES, 500, 501, 502])
-def test_a_status_is_a_turns_own_trouble_unless_every_turn_would_meet_it(status: int) -> None:
+def test_http_error_blames_the_turn_unless_every_turn_would_fail(status: int) -> None:
     error = error_for_status("http://endpoint", status, "why")
     if status < 400 or status in FATAL_STATUSES:
         assert isinstance(error, EngineBroken)
@@ -189,9 +195,7 @@ def test_a_status_is_a_turns_own_trouble_unless_every_turn_would_meet_it(status:
 
 
 @pytest.mark.parametrize(("error", "failed"), [(aiohttp.SocketTimeoutError(), False), (aiohttp.ClientError(), True)])
-def test_a_turn_that_stays_silent_has_no_room_and_one_whose_connection_ends_has_failed(
-    error: Exception, failed: bool
-) -> None:
+def test_silent_turn_has_no_room_and_a_disconnected_turn_has_failed(error: Exception, failed: bool) -> None:
     async def ask() -> None:
         api = VllmEndpoint("http://endpoint", "policy")
         await api.aclose()
@@ -209,16 +213,16 @@ def test_a_turn_that_stays_silent_has_no_room_and_one_whose_connection_ends_has_
 
 
 @pytest.mark.parametrize(("processes", "another"), [(1, True), (2, False)])
-def test_of_several_api_processes_each_has_an_id_of_its_own(processes: int, another: bool) -> None:
+def test_each_of_several_api_processes_has_its_own_id(processes: int, another: bool) -> None:
     def config(instance: str) -> VllmConfig:
-        said = {
+        chunk = {
             "model_config": {"model": "m", "dtype": "torch.float32", "max_model_len": 8, "max_logprobs": 20},
             "parallel_config": {"world_size": 1, "data_parallel_size": 1, "_api_process_count": processes},
             "cache_config": {"block_size": 32},
             "device_config": {"device": "cpu"},
             "instance_id": instance,
         }
-        said["model_config"]["logprobs_mode"] = "processed_logprobs"  # type: ignore[index]
-        return msgspec.convert(said, VllmConfig)
+        chunk["model_config"]["logprobs_mode"] = "processed_logprobs"  # type: ignore[index]
+        return msgspec.convert(chunk, VllmConfig)
 
     assert (config("one").without_instance != config("other").without_instance) is another

@@ -1,4 +1,4 @@
-"""What a lender by requests leaves on the disk that it shares with its endpoint."""
+"""Files that an endpoint lender leaves on the disk shared with its endpoint."""
 
 import asyncio
 from pathlib import Path
@@ -31,8 +31,8 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "versions").glob("version-*"))
 
 
-def test_versions_that_the_endpoint_does_not_see_are_refused_and_leave_nothing(tmp_path: Path) -> None:
-    """Its folder may lie elsewhere there: each step of the trainer would leave a whole model."""
+def test_version_invisible_to_the_endpoint_is_refused_and_removed(tmp_path: Path) -> None:
+    """The folder may have another path there: each step of the trainer would leave a whole model."""
     blind = versions(tmp_path, sees=False)
     for number in range(3):
         with pytest.raises(SwapRefused, match="cannot read"):
@@ -40,10 +40,8 @@ def test_versions_that_the_endpoint_does_not_see_are_refused_and_leave_nothing(t
     assert left(tmp_path) == []
 
 
-def test_a_version_for_which_the_disk_has_no_room_is_refused_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a broken endpoint it would be begun anew, with all versions fetched again, and again."""
+def test_version_too_large_for_the_disk_is_refused_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treated as a broken endpoint, it would restart and fetch all versions again and again."""
 
     def full(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
         if file.parent.name.startswith("version"):
@@ -57,7 +55,7 @@ def test_a_version_for_which_the_disk_has_no_room_is_refused_and_leaves_nothing(
     assert left(tmp_path) == []
 
 
-def test_of_versions_that_are_prepared_the_newest_stays(tmp_path: Path) -> None:
+def test_only_the_newest_staged_version_is_kept(tmp_path: Path) -> None:
     patient = versions(tmp_path)
     for number in range(3):
         asyncio.run(patient.stage(number, TENSORS))

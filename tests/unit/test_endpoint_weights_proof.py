@@ -1,4 +1,4 @@
-"""The proof that an endpoint answers with a version: what is proven, and what never is."""
+"""The proof that an endpoint serves a version: accepted and refused answers."""
 
 from pathlib import Path
 
@@ -22,9 +22,7 @@ def drawn(seed: int, size: int) -> "np.typing.NDArray[np.float64]":
 
 
 @given(st.integers(0, 99), SIZES, st.floats(1e-5, 1.0))
-def test_what_answers_with_the_new_weights_is_proven_and_what_stays_with_the_old_is_not(
-    seed: int, size: int, moved: float
-) -> None:
+def test_answers_of_new_weights_are_proven_and_of_old_weights_are_not(seed: int, size: int, moved: float) -> None:
     before = drawn(seed, size)
     new = before + moved * np.random.default_rng(seed + 1).standard_normal(size)
     noise = 1e-6 * np.random.default_rng(seed + 2).standard_normal(size)
@@ -35,30 +33,30 @@ def test_what_answers_with_the_new_weights_is_proven_and_what_stays_with_the_old
 
 
 @given(st.integers(0, 99), SIZES, st.floats(2 * TOLERANCE, 10.0))
-def test_one_logprob_that_is_off_is_enough(seed: int, size: int, off: float) -> None:
+def test_one_wrong_logprob_disproves_a_version(seed: int, size: int, off: float) -> None:
     new = drawn(seed, size)
     given_ = new.copy()
     given_[seed % size] -= off
     assert "off by" in str(proof_error(given_, new, None, TOLERANCE))
 
 
-def test_what_is_no_number_is_never_proven() -> None:
+def test_nan_logprob_is_never_proven() -> None:
     new = drawn(0, 4)
     assert proof_error(np.array([new[0], np.nan, new[2], new[3]]), new, None, TOLERANCE)
     assert proof_error(np.full(4, -np.inf), new, None, TOLERANCE)
 
 
-def test_a_version_that_is_the_one_before_is_proven_by_the_same_answers() -> None:
+def test_unchanged_version_is_proven_by_the_same_answers() -> None:
     new = drawn(1, 8)
     assert proof_error(new, new, new.copy(), TOLERANCE) is None
 
 
-def test_a_probe_is_the_same_for_the_same_version() -> None:
+def test_probe_is_deterministic_per_version() -> None:
     assert probe_context(48, 3) == probe_context(48, 3) != probe_context(48, 4)
     assert set(probe_context(48, 3)) <= set(range(48))
 
 
-def test_an_answer_that_is_not_whole_proves_nothing() -> None:
+def test_incomplete_answer_proves_nothing() -> None:
     tokens = [5] * ANSWER_TOKENS
     places = [{5: -0.1, 7: -3.0}] * ANSWER_TOKENS
     assert probe_error(ProbeAnswer([1], tokens, places), 48) is None
@@ -69,7 +67,7 @@ def test_an_answer_that_is_not_whole_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen3"])
-def test_what_is_expected_of_a_version_follows_from_the_names_in_its_folder(kind: str, tmp_path: Path) -> None:
+def test_expected_logprobs_follow_from_the_names_in_the_version_folder(kind: str, tmp_path: Path) -> None:
     model = tiny_policy(kind, tmp_path)
     probed = ProbeAnswer([2, 3, 4], [5, 6], [{5: 0.0, 9: 0.0}, {6: 0.0}])
     with torch.no_grad():

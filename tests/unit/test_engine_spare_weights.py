@@ -1,4 +1,4 @@
-"""Spare weights: written without a change to the model, and exchanged with it whole."""
+"""Spare weights are written without a change of the model, and swapped with it as a whole."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from rose.workers.executor.vllm.weights import exchange_parameters, make_spare
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head, and a layer with a packed copy as vLLM keeps one."""
+    """A model with a tied head, and a layer with a packed copy like vLLM's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def write(model: nn.Module, value: float) -> None:
     model.pack()
 
 
-def test_what_is_written_to_the_spare_is_served_after_the_exchange_and_given_back_by_the_next() -> None:
+def test_spare_weights_are_served_after_the_swap_and_returned_by_the_next() -> None:
     torch.manual_seed(0)
     model, tokens = Tied(), torch.arange(5)
     before = model(tokens)
@@ -51,7 +51,7 @@ def test_what_is_written_to_the_spare_is_served_after_the_exchange_and_given_bac
     assert torch.equal(model(tokens), torch.full((5, 5), 72.0)), "a fresh spare holds what the model does"
 
 
-def test_a_tensor_that_the_model_shares_is_shared_in_the_spare() -> None:
+def test_tied_tensor_is_tied_in_the_spare_weights() -> None:
     model = Tied()
     spare = make_spare(model)
     assert isinstance(spare, Tied)

@@ -1,4 +1,4 @@
-"""Weights in pieces: every element once, and a layer in blocks computes what it computes whole."""
+"""Weights written in pieces: every element once, and a layer in blocks equals the whole layer."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +17,7 @@ from rose.workers.executor.vllm.types import EngineStartError
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 40))
-def test_pieces_are_bounded_and_have_every_element_once(shape: list[int], most: int) -> None:
+def test_pieces_are_bounded_and_cover_every_element_once(shape: list[int], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_weights, "PIECE_ELEMENTS", most)
         whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -30,7 +30,7 @@ def test_pieces_are_bounded_and_have_every_element_once(shape: list[int], most: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_in_blocks_computes_what_it_computes_whole(
+def test_layer_written_in_blocks_equals_the_whole_layer(
     dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def test_a_layer_in_blocks_computes_what_it_computes_whole(
 
 
 class Narrowing(nn.Module):
-    """A model whose loader reads the first rows of a tensor alone, by one of the ways that vLLM's loaders take."""
+    """A model whose loader reads only the first rows of a tensor, by one of the ways of vLLM's loaders."""
 
     def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("rows", [4, 6])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-def test_a_tensor_of_which_a_loader_reads_a_part_is_refused(
+def test_tensor_that_a_loader_reads_in_part_is_refused(
     cut: Callable[[torch.Tensor], torch.Tensor], rows: int, tmp_path: Path
 ) -> None:
     folder, model = folder_of(tmp_path, rows), Narrowing(cut)

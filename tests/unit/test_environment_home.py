@@ -1,4 +1,5 @@
-"""A home's inputs: prompts are decided in order and once, and no offset is committed before its consequences are."""
+"""The inputs of a home: each prompt is decided once and in order, and no offset is committed before its
+consequences."""
 
 import time
 from unittest.mock import create_autospec
@@ -46,7 +47,7 @@ def decide(of: Home, *, room: bool = True) -> PromptDecision:
 
 
 def put_on_the_log(of: Home, decision: PromptDecision) -> None:
-    """As the outbox does it."""
+    """Write the records of a decision, as the outbox does."""
     if decision.kind is DecisionKind.OPEN or (
         decision.kind is DecisionKind.REFUSE and decision.prompt and not decision.repeated
     ):
@@ -61,7 +62,7 @@ def put_on_the_log(of: Home, decision: PromptDecision) -> None:
         max_size=40,
     )
 )
-def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[int, str, int]]) -> None:
+def test_low_water_is_the_oldest_unfinished_offset(events: list[tuple[int, str, int]]) -> None:
     inputs, offset = OffsetTracker(5), 5
     undone: set[int] = set()
     for gap, what, pick in events:
@@ -71,7 +72,7 @@ def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[
                 undone.discard(chosen)
                 inputs.on_done(chosen)
         else:
-            offset += gap - 1  # transaction markers leave holes in the offsets
+            offset += gap - 1  # transaction markers leave gaps in the offsets
             getattr(inputs, what)(offset)
             if what == "on_read":
                 undone.add(offset)
@@ -79,7 +80,7 @@ def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[
         assert inputs.low_water == min(undone, default=offset)
 
 
-def test_groups_open_past_one_that_is_still_reset_and_all_else_waits_for_it() -> None:
+def test_groups_open_past_a_resetting_group_and_other_work_waits() -> None:
     here = home()
     here.on_prompt(found(10, HERE[0]))
     here.on_prompt(InvalidMessage(PROMPTS, 1, 11, RawMessage(None, b"?"), "no prompt"))
@@ -95,7 +96,7 @@ def test_groups_open_past_one_that_is_still_reset_and_all_else_waits_for_it() ->
 
 
 @pytest.mark.parametrize("first", [0, 10], ids=["the first of its home", "a later one"])
-def test_a_prompt_that_others_overtook_is_decided_after_a_restart_also_when_the_offsets_are_gone(first: int) -> None:
+def test_overtaken_prompt_is_decided_after_a_restart_even_without_offsets(first: int) -> None:
     here = home(first)
     for offset, group_id in ((first, HERE[0]), (first + 1, HERE[1])):
         here.on_prompt(found(offset, group_id))
@@ -114,7 +115,7 @@ def test_a_prompt_that_others_overtook_is_decided_after_a_restart_also_when_the_
     assert [decide(again).kind for _ in range(2)] == [DecisionKind.OPEN, DecisionKind.PASS]
 
 
-def test_a_group_id_opens_once_unless_its_prompt_was_refused() -> None:
+def test_group_id_opens_once_unless_its_prompt_was_refused() -> None:
     here = home()
     for offset, group_id in ((10, HERE[0]), (11, HERE[1]), (12, HERE[0]), (13, HERE[0])):
         here.on_prompt(found(offset, group_id))
@@ -133,7 +134,7 @@ def test_a_group_id_opens_once_unless_its_prompt_was_refused() -> None:
     assert third.kind is DecisionKind.REFUSE and third.repeated and "submitted before" in third.refusal
 
 
-def test_a_prompt_of_another_home_goes_there_whatever_the_window() -> None:
+def test_prompt_of_another_home_is_forwarded_at_any_window() -> None:
     here = home()
     here.on_prompt(found(10, ELSEWHERE))
     decision = decide(here, room=False)
@@ -143,7 +144,7 @@ def test_a_prompt_of_another_home_goes_there_whatever_the_window() -> None:
     assert too_large.kind is DecisionKind.REFUSE and "partition 3" in too_large.refusal
 
 
-def test_no_group_opens_without_room_and_what_is_no_prompt_needs_none() -> None:
+def test_group_needs_window_room_and_an_invalid_prompt_needs_none() -> None:
     here = home()
     here.on_prompt(InvalidMessage(PROMPTS, 1, 10, RawMessage(None, b"?"), "no prompt"))
     here.on_prompt(Envelope(None, PROMPTS, 1, 11, "", 0.0, RawMessage(None, None)))
@@ -168,10 +169,10 @@ EVENTS = st.lists(
 
 @settings(max_examples=300)
 @given(EVENTS)
-def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decided_once(
+def test_every_prompt_is_decided_once_over_any_crash_and_loss_of_offsets(
     events: list[tuple[str, object]],
 ) -> None:
-    """`crash, True`: the group's committed offsets are gone as well."""
+    """`crash, True` also removes the committed offsets of the group."""
     log: list[Envelope | InvalidMessage] = []
     decided: dict[int, DecisionKind] = {}
     opened: list[str] = []
@@ -192,7 +193,7 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
             offset = decision.message.offset
             if decision.kind is DecisionKind.PASS:
                 continue
-            # without offsets a prompt that was sent on is sent on again: its home meets it by its group
+            # without offsets a forwarded prompt is forwarded again: its home recognizes it by its group
             assert offset not in decided or decision.kind is DecisionKind.FORWARD
             decided[offset] = decision.kind
             if decision.kind is DecisionKind.OPEN:
@@ -213,8 +214,8 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
         here.begin(prompts_from=begin, results_from=0)
         for message in log[begin - 10 :]:
             here.on_prompt(message)
-        for at, said in enumerate(outcomes):
-            here.on_outcome(said.partition(":")[0], said, at)
+        for at, trajectory in enumerate(outcomes):
+            here.on_outcome(trajectory.partition(":")[0], trajectory, at)
 
     for what, detail in events:
         if what == "submit":
@@ -251,12 +252,12 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
     assert set(here.open_groups) == unsettled, "no window slot leaks"
 
 
-def test_a_group_is_unsettled_until_each_of_its_trajectories_has_an_outcome() -> None:
+def test_group_is_open_until_every_trajectory_has_an_outcome() -> None:
     here = home()
     here.on_group(group_record(prompt_of("a", size=3), GroupState.OPEN, offset=10, outcomes_from=5, now=0.0))
     here.on_outcome("a", "a:1", 4)
-    for said in ("a:0", "a:2", "a:2", "a:x", "a:999999999", "b:1"):
-        here.on_outcome(said.partition(":")[0], said, 6)
+    for trajectory in ("a:0", "a:2", "a:2", "a:x", "a:999999999", "b:1"):
+        here.on_outcome(trajectory.partition(":")[0], trajectory, 6)
         assert "a" in here.open_groups, "the outcome at 4 is of an earlier group of this id"
     here.on_outcome("a", "a:1", 7)
     assert not here.open_groups
@@ -264,7 +265,7 @@ def test_a_group_is_unsettled_until_each_of_its_trajectories_has_an_outcome() ->
     assert here.take_settled(3.0) == [] and here.groups["a"].state is GroupState.SETTLED
 
 
-def test_a_group_whose_outcomes_are_kept_no_more_leaks_no_window_slot() -> None:
+def test_group_with_deleted_outcomes_leaks_no_window_slot() -> None:
     here = home()
     for offset, name in enumerate(("old", "lives", "young")):
         record = group_record(
@@ -277,7 +278,7 @@ def test_a_group_whose_outcomes_are_kept_no_more_leaks_no_window_slot() -> None:
 
 
 @pytest.mark.parametrize("state", [GroupState.SETTLED, GroupState.REFUSED])
-def test_groups_are_forgotten_when_they_are_old_but_for_the_last_one(state: GroupState) -> None:
+def test_old_groups_are_forgotten_except_the_last(state: GroupState) -> None:
     here = home()
     for offset, name in enumerate(HERE[:3]):
         here.on_group(group_record(prompt_of(name), state, offset=offset, outcomes_from=0, now=float(offset)))
@@ -289,8 +290,8 @@ def test_groups_are_forgotten_when_they_are_old_but_for_the_last_one(state: Grou
     assert here.take_expired(1000.0, 100.0) == [], "it says where prompts begin when offsets are gone"
 
 
-def test_a_group_is_forgotten_only_when_it_is_old_by_the_log_too() -> None:
-    """A worker whose clock is a year ahead forgets nothing that is young."""
+def test_group_is_forgotten_only_if_log_time_agrees() -> None:
+    """A worker with a clock one year ahead forgets no young group."""
     here, ahead = home(), 1e6 + 3e7
     here.on_log_time(1e6)
     for offset, name in enumerate(HERE[:2]):
@@ -300,7 +301,7 @@ def test_a_group_is_forgotten_only_when_it_is_old_by_the_log_too() -> None:
     assert here.take_expired(ahead, 100.0) == HERE[:1]
 
 
-def test_a_group_that_settles_under_a_clock_that_is_behind_is_as_old_as_the_log_says() -> None:
+def test_group_settled_under_a_slow_clock_has_the_age_of_the_log() -> None:
     here = home()
     here.on_log_time(1e6)
     here.on_group(group_record(prompt_of(HERE[0]), GroupState.OPEN, offset=0, outcomes_from=0, now=1e6))
@@ -308,8 +309,8 @@ def test_a_group_that_settles_under_a_clock_that_is_behind_is_as_old_as_the_log_
     assert [group.changed_at for group in here.take_settled(0.0)] == [1e6]
 
 
-def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a batch in the time between two looks: the rest does not wait for the next."""
+def test_old_groups_are_forgotten_as_fast_as_new_groups_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a batch between two checks: the rest does not wait for the next check."""
     here, now = home(), 1e6
     for offset in range(3 * OLD_BATCH + 2):
         here.on_group(
@@ -337,7 +338,7 @@ def request(group_id: str, index: int, offset: int) -> SettleRequest:
 
 
 def with_group(offset: int, group_id: str) -> Home:
-    """A home with an open group of two, whose trajectories live."""
+    """Return a home with an open group of two running trajectories."""
     of = home()
     of.on_prompt(found(offset, group_id))
     decision = decide(of)
@@ -348,7 +349,7 @@ def with_group(offset: int, group_id: str) -> Home:
     return of
 
 
-def test_a_trajectory_is_settled_by_hand_once_and_when_no_step_of_it_is_under_way() -> None:
+def test_manual_settlement_is_applied_once_and_between_steps() -> None:
     of, name = with_group(10, HERE[0]), trajectory_id(HERE[0], 1)
     of.trajectories[name].applying = True
     of.on_settle_request(request(HERE[0], 1, 10))
@@ -360,17 +361,17 @@ def test_a_trajectory_is_settled_by_hand_once_and_when_no_step_of_it_is_under_wa
 
 
 @pytest.mark.parametrize("offset", [9, 11], ids=["an earlier group of its id", "a later one"])
-def test_a_trajectory_is_not_settled_for_another_group_of_its_id(offset: int) -> None:
+def test_manual_settlement_of_a_trajectory_does_not_settle_a_group_of_that_id(offset: int) -> None:
     of = with_group(10, HERE[0])
     of.on_settle_request(request(HERE[0], 1, offset))
     assert list(of.take_settle_requests()) == []
 
 
-def test_what_is_settled_before_its_group_is_opened_begins_nothing() -> None:
+def test_trajectory_settled_before_its_group_opens_is_not_started() -> None:
     of = home()
-    for asked in (request(HERE[0], 0, 10), request(HERE[0], 1, 9), request(ELSEWHERE, 1, 10)):
-        of.on_settle_request(asked)
+    for turn_request in (request(HERE[0], 0, 10), request(HERE[0], 1, 9), request(ELSEWHERE, 1, 10)):
+        of.on_settle_request(turn_request)
     assert list(of.take_settle_requests()) == []
     of.on_prompt(found(10, HERE[0]))
     assert of.settle_requests_of(decide(of)) == {0: "settled by hand: why"}
-    assert ELSEWHERE not in {asked.group_id for asked in of.settle_requests.values()}
+    assert ELSEWHERE not in {turn_request.group_id for turn_request in of.settle_requests.values()}

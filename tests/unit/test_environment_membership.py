@@ -1,4 +1,4 @@
-"""What a worker makes of trouble, when it is ended from outside, and when it sweeps."""
+"""Reactions of a worker to errors, external ends, and its sweeps."""
 
 import heapq
 
@@ -36,55 +36,56 @@ def bus_error(code: int) -> BusError:
 
 
 @pytest.mark.parametrize("code", MOVING)
-def test_while_brokers_move_a_worker_recovers_ever_more_slowly_and_never_ends(code: int) -> None:
-    troubles = RecoveryPolicy("w0")
-    waits = [troubles.on_error(bus_error(code), float(now), began_at=float(now)) for now in range(200)]
+def test_transient_broker_errors_are_retried_with_backoff_forever(code: int) -> None:
+    policy = RecoveryPolicy("w0")
+    waits = [policy.on_error(bus_error(code), float(now), began_at=float(now)) for now in range(200)]
     assert waits == sorted(waits) and waits[0] < 0.1 and waits[-1] == LONGEST_WAIT_SECONDS
-    assert troubles.on_error(bus_error(code), 199 + waits[-1] + CALM_SECONDS, began_at=0.0) == waits[0], "a new row"
+    assert policy.on_error(bus_error(code), 199 + waits[-1] + CALM_SECONDS, began_at=0.0) == waits[0], "a new row"
 
 
 @pytest.mark.parametrize("code", [KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._AUTHENTICATION])
-def test_what_no_waiting_mends_ends_a_worker(code: int) -> None:
+def test_permanent_error_ends_the_worker(code: int) -> None:
     with pytest.raises(BusError):
         RecoveryPolicy("w0").on_error(bus_error(code), 0.0, began_at=0.0)
 
 
-def test_a_topic_that_never_was_ends_a_worker_and_one_that_is_out_of_sight_for_a_while_does_not() -> None:
+def test_missing_topic_ends_a_new_worker_and_not_a_running_worker() -> None:
     with pytest.raises(TopicMissing):
         RecoveryPolicy("w0").on_error(TopicMissing("t"), 0.0, began_at=0.0)
-    troubles = RecoveryPolicy("w0")
-    troubles.on_success()
+    policy = RecoveryPolicy("w0")
+    policy.on_success()
     for now in range(int(MISSING_SECONDS)):
-        troubles.on_error(TopicMissing("t"), float(now), began_at=0.0)
+        policy.on_error(TopicMissing("t"), float(now), began_at=0.0)
     with pytest.raises(TopicMissing):
-        troubles.on_error(TopicMissing("t"), MISSING_SECONDS + 1, began_at=0.0)
+        policy.on_error(TopicMissing("t"), MISSING_SECONDS + 1, began_at=0.0)
 
 
 @pytest.mark.parametrize("code", [KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED])
-def test_a_worker_that_is_fenced_again_and_again_has_a_namesake_and_one_that_was_away_has_none(code: int) -> None:
-    troubles = RecoveryPolicy("w0")
+def test_repeated_fencing_means_a_duplicate_name_and_single_fencing_does_not(code: int) -> None:
+    policy = RecoveryPolicy("w0")
     for now in range(10):
-        troubles.on_error(bus_error(code), 100.0 * now + 12.0, began_at=100.0 * now)  # frozen: the broker ended it
-        troubles.on_error(bus_error(code), 100.0 * now + 13.0, began_at=100.0 * now)
+        # frozen: the broker ended the session
+        policy.on_error(bus_error(code), 100.0 * now + 12.0, began_at=100.0 * now)
+        policy.on_error(bus_error(code), 100.0 * now + 13.0, began_at=100.0 * now)
     for now in range(10):
-        troubles.on_error(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
+        policy.on_error(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
     for second in range(FENCED_TIMES - 1):
-        troubles.on_error(bus_error(code), 4000.0 + second, began_at=4000.0 + second)
+        policy.on_error(bus_error(code), 4000.0 + second, began_at=4000.0 + second)
     with pytest.raises(WorkerFenced, match="another environment worker was started as 'w0'"):
-        troubles.on_error(bus_error(code), 4010.0, began_at=4010.0)
+        policy.on_error(bus_error(code), 4010.0, began_at=4010.0)
 
 
-def test_two_that_come_under_its_name_and_go_within_a_minute_do_not_end_a_worker() -> None:
-    """Each was seen to fence twice: its question is asked again while what it found open is aborted."""
-    troubles = RecoveryPolicy("w0")
+def test_two_short_lived_duplicates_do_not_end_a_worker() -> None:
+    """Each duplicate fences twice: its query is repeated while the open transaction is aborted."""
+    policy = RecoveryPolicy("w0")
     for at in (0.0, 0.5, 1.0, 1.5):
-        troubles.on_error(bus_error(KafkaError._FENCED), at, began_at=at)
+        policy.on_error(bus_error(KafkaError._FENCED), at, began_at=at)
 
 
 @pytest.mark.parametrize("recovers_in", [0.5, 20.0])
-def test_of_two_that_live_under_one_name_one_is_told_however_long_they_recover(recovers_in: float) -> None:
-    """Each takes the name when it recovers, and hears at its next transaction that the other has taken it."""
-    troubles, owner = {name: RecoveryPolicy("w0") for name in ("first", "second")}, "first"
+def test_one_of_two_duplicate_workers_ends_at_any_recovery_time(recovers_in: float) -> None:
+    """Each worker takes the name when it recovers, and learns at its next transaction that the other has taken it."""
+    policy, owner = {name: RecoveryPolicy("w0") for name in ("first", "second")}, "first"
     due = [(0.0, "first", "writes"), (1.0, "second", "recovers")]
     with pytest.raises(WorkerFenced):
         while due[0][0] < FENCED_SECONDS:
@@ -95,11 +96,11 @@ def test_of_two_that_live_under_one_name_one_is_told_however_long_they_recover(r
             elif owner == name:
                 heapq.heappush(due, (now + 0.1, name, "writes"))
             else:
-                wait = troubles[name].on_error(bus_error(KafkaError._FENCED), now, began_at=now)
+                wait = policy[name].on_error(bus_error(KafkaError._FENCED), now, began_at=now)
                 heapq.heappush(due, (now + wait, name, "recovers"))
 
 
-def test_a_sweep_comes_soon_after_a_recovery_and_then_seldom() -> None:
+def test_sweep_runs_soon_after_a_recovery_and_then_rarely() -> None:
     sweeper = LogCleaner(BusSettings("127.0.0.1:9"), "w0")
     due = [now for now in range(0, 2000, 10) if sweeper.is_due(float(now))]
     assert due == [SOON_SECONDS, SOON_SECONDS + EVERY_SECONDS, SOON_SECONDS + 2 * EVERY_SECONDS, 1830.0]

@@ -1,4 +1,5 @@
-"""Environments in processes: what one does to its process fails its own trajectory alone, and nothing is left over."""
+"""Environments in processes: changes of its process by an environment fail only its own trajectory, and leave nothing
+behind."""
 
 import os
 import signal
@@ -69,9 +70,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterator[RunnerPool]:
     limits = RunnerLimits(max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024)
 
-    def new_runner(name: str, answer: Any, life: int) -> ProcessRunner:
+    def new_runner(name: str, answer: Any, generation: int) -> ProcessRunner:
         kind = ProcessSetup(
-            environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, generation=life
+            environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, generation=generation
         )
         return ProcessRunner(kind, answer)
 
@@ -98,7 +99,7 @@ def stepped(answer: JobResult) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", ENDINGS)
-def test_an_environment_that_ends_its_process_fails_alone_and_is_told_of(folder: Path, deed: str) -> None:
+def test_environment_that_exits_fails_alone_and_is_reported(folder: Path, deed: str) -> None:
     healthy = [f"t{number}" for number in range(10)]
     with processes(folder) as stage:
         found = answers(stage, [*(step(name, "go", b"4") for name in healthy), step("bad", deed), reset("begun")])
@@ -112,7 +113,7 @@ def test_an_environment_that_ends_its_process_fails_alone_and_is_told_of(folder:
 
 
 @pytest.mark.slow
-def test_who_ends_its_process_while_no_job_has_it_is_found_among_many(folder: Path) -> None:
+def test_environment_that_exits_between_jobs_is_found_among_many(folder: Path) -> None:
     healthy = [f"t{number}" for number in range(6)]
     with processes(folder) as stage:
         found = answers(stage, [*(step(name, "pause", b"4") for name in healthy), step("bad", "end meanwhile")])
@@ -130,7 +131,7 @@ def test_snapshot_beyond_the_size_of_a_message_fails_its_trajectory_with_the_siz
 
 
 @pytest.mark.slow
-def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
+def test_reset_that_exits_fails_alone(folder: Path) -> None:
     with processes(folder) as stage:
         found = answers(stage, [reset("good"), reset("bad", deed="end")])
         assert isinstance(found["good"], ResetResult)
@@ -139,8 +140,8 @@ def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", ["sleep", "hold", "task: sleep", "gather: sleep"])
-def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, deed: str) -> None:
-    """Also where native code keeps the interpreter to itself, and in a task that the environment's code has made."""
+def test_blocking_environment_delays_no_other_and_fails_at_its_timeout(folder: Path, deed: str) -> None:
+    """The environment also blocks in native code that holds the interpreter, and in its own task."""
     with processes(folder, timeout_seconds=10.0) as stage:
         stage.start([step("bad", deed), *(step(name, "go") for name in "abc")])
         order: list[str] = []
@@ -154,7 +155,7 @@ def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, 
 
 
 @pytest.mark.slow
-def test_long_step_is_not_repeated_without_end_beside_tasks_that_block_after_their_step(folder: Path) -> None:
+def test_long_step_beside_blocking_tasks_is_not_repeated_endlessly(folder: Path) -> None:
     with processes(folder) as stage:
         stage.start([step("long", "long", b"4")])
         ended: dict[str, JobResult] = {}
@@ -177,9 +178,7 @@ def test_child_task_of_an_environment_can_be_inspected(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("deed", "timeout_seconds"), [("doze", 8.0), ("nap", 3.0)])
-def test_steps_that_all_block_for_a_moment_come_to_an_end_one_after_another(
-    folder: Path, deed: str, timeout_seconds: float
-) -> None:
+def test_briefly_blocking_steps_all_finish(folder: Path, deed: str, timeout_seconds: float) -> None:
     with processes(folder, timeout_seconds=timeout_seconds) as stage:
         found = answers(stage, [step(f"t{number}", deed, b"4") for number in range(12)])
         assert {stepped(answer) for answer in found.values()} == {b"5"}
@@ -187,7 +186,7 @@ def test_steps_that_all_block_for_a_moment_come_to_an_end_one_after_another(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folder: Path, change: str) -> None:
+def test_process_changes_by_an_environment_reach_no_other_trajectory(folder: Path, change: str) -> None:
     with processes(folder) as stage:
         answers(stage, [step("a", "use", b"3"), step("b", "use", b"3")])
         found = answers(stage, [step("a", "use", b"4"), step("bad", change, b"4"), step("b", "use", b"4")])
@@ -197,7 +196,7 @@ def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folde
 
 
 @pytest.mark.slow
-def test_output_that_is_captured_across_an_await_is_a_trajectory_s_own(folder: Path) -> None:
+def test_output_captured_across_an_await_belongs_to_its_trajectory(folder: Path) -> None:
     with processes(folder) as stage:
         found = answers(stage, [step(name, "capture", b"4") for name in "abcde"])
         assert {stepped(answer) for answer in found.values()} == {b"5"}
@@ -207,7 +206,7 @@ def test_output_that_is_captured_across_an_await_is_a_trajectory_s_own(folder: P
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "thread: ", "task: "])
 @pytest.mark.parametrize("how", FORKS)
-def test_a_child_that_comes_back_from_a_step_goes_on_with_nobodys(folder: Path, where: str, how: str) -> None:
+def test_forked_child_that_returns_from_a_step_continues_no_trajectory(folder: Path, where: str, how: str) -> None:
     with processes(folder) as stage:
         stage.start([step(name, "wait", b"4") for name in "abc"])
         until(lambda: stage.results(0.0) == [] and any(folder.rglob("*.waits")))
@@ -224,7 +223,7 @@ def test_a_child_that_comes_back_from_a_step_goes_on_with_nobodys(folder: Path, 
 
 
 @pytest.mark.parametrize("end", ["sys.exit()", "raise OSError"])
-def test_a_child_that_comes_back_from_the_import_of_its_module_says_nothing(
+def test_forked_child_that_returns_from_an_import_sends_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     name = f"forks_{len(end)}"
@@ -238,8 +237,8 @@ def test_a_child_that_comes_back_from_the_import_of_its_module_says_nothing(
         assert runner.load_error is None
 
 
-def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
-    """Python hands signals to the main thread alone."""
+def test_step_may_use_an_alarm_signal(folder: Path) -> None:
+    """Python delivers signals only to the main thread."""
     with processes(folder) as stage:
         found = answers(stage, [step(name, "bound", b"4") for name in "ab"])
         assert {stepped(answer) for answer in found.values()} == {b"5"}
@@ -251,14 +250,14 @@ def test_a_terminal_that_a_step_opens_and_closes_ends_no_process(folder: Path) -
 
 
 @pytest.mark.slow
-def test_a_signal_that_breaks_off_the_loop_is_told_as_why_the_process_ended(folder: Path) -> None:
+def test_signal_that_ends_the_loop_is_reported_as_the_cause(folder: Path) -> None:
     with processes(folder) as stage:
         failed = answers(stage, [step("a", "late")])["a"]
     assert isinstance(failed, EnvironmentFailure)
     assert "its process lost its event loop (Late: it took too long)" in failed.failure
 
 
-def test_a_module_that_ignores_its_children_hides_no_exit_status(
+def test_module_that_ignores_sigchld_hides_no_exit_status(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ignores_children.py").write_text(
@@ -271,7 +270,7 @@ def test_a_module_that_ignores_its_children_hides_no_exit_status(
 
 
 @pytest.mark.slow
-def test_a_process_that_somebody_else_ends_fails_nobody(folder: Path) -> None:
+def test_externally_killed_process_fails_no_trajectory(folder: Path) -> None:
     with processes(folder) as stage:
         stage.start([step("a", "wait", b"3"), step("b", "wait", b"3")])
         until(lambda: any(folder.rglob("*.waits")))
@@ -285,7 +284,7 @@ def test_a_process_that_somebody_else_ends_fails_nobody(folder: Path) -> None:
         assert {stepped(answer) for answer in found.values()} == {b"4"}
 
 
-def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(folder: Path) -> None:
+def test_environment_that_exits_during_close_keeps_its_last_step(folder: Path) -> None:
     kind = NAME.replace("Wild", "EndsAtLast")
     with processes(folder) as stage:
         done = answers(stage, [step("bad", "done", kind=kind)])["bad"]
@@ -294,24 +293,24 @@ def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(f
 
 
 @pytest.mark.slow
-def test_processes_that_cannot_begin_for_a_while_fail_nobody(
+def test_temporary_process_start_failures_fail_no_trajectory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_supervisor, "TRY_SECONDS", 0.01)
     monkeypatch.setattr(runner_supervisor, "LONGEST_TRY_SECONDS", 0.01)
     (tmp_path / "away.py").write_text(AWAY)
     monkeypatch.syspath_prepend(tmp_path)
-    kind, away, begun = "away:Wild", tmp_path / "away", tmp_path / "begun"
+    kind, away, started_file = "away:Wild", tmp_path / "away", tmp_path / "begun"
     with processes(folder) as stage:
         assert stepped(answers(stage, [step("first", "go", kind=kind)])["first"]) == b"1"
         away.touch()
-        begun.unlink()
+        started_file.unlink()
         found: dict[str, JobResult] = {}
         stage.start([*(step(name, "go", b"3", kind=kind) for name in "abc"), step("bad", "end", kind=kind)])
 
         def tries() -> int:
             found.update({job.trajectory_id: answer for job, answer in stage.results(0.0)})
-            return begun.stat().st_size if begun.exists() else 0
+            return started_file.stat().st_size if started_file.exists() else 0
 
         until(lambda: tries() >= 6)
         away.unlink()
@@ -324,7 +323,7 @@ def test_processes_that_cannot_begin_for_a_while_fail_nobody(
 @pytest.mark.parametrize(
     ("way", "says"), [("away", "RuntimeError: the share is away"), ("hangs", "did not begin within 0.5 s")]
 )
-def test_jobs_of_a_process_that_cannot_begin_any_more_fail_in_time_and_others_go_on(
+def test_jobs_of_a_process_that_cannot_restart_fail_and_others_continue(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, says: str
 ) -> None:
     monkeypatch.setattr(runner_supervisor, "TRY_SECONDS", 0.01)
@@ -347,7 +346,7 @@ def test_jobs_of_a_process_that_cannot_begin_any_more_fail_in_time_and_others_go
             )
 
 
-def test_a_process_that_still_imports_is_not_waited_for_at_the_end(
+def test_shutdown_does_not_wait_for_an_importing_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_module, "CLOSE_SECONDS", 3600.0)
@@ -361,7 +360,7 @@ def test_a_process_that_still_imports_is_not_waited_for_at_the_end(
 
 
 @pytest.mark.slow
-def test_a_long_step_comes_to_its_end_beside_others_that_end_the_process_as_they_close(folder: Path) -> None:
+def test_long_step_finishes_beside_environments_that_exit_during_close(folder: Path) -> None:
     kind = NAME.replace("Wild", "EndsAtLast")
     with processes(folder) as stage:
         stage.start([step("long", "wait", kind=kind)])
@@ -382,7 +381,7 @@ def test_a_long_step_comes_to_its_end_beside_others_that_end_the_process_as_they
         assert job.trajectory_id == "long" and stepped(answer) == b"1"
 
 
-def test_jobs_that_no_single_message_can_hold_end_no_process(folder: Path) -> None:
+def test_jobs_larger_than_a_message_end_no_process(folder: Path) -> None:
     with processes(folder) as stage:
         stage.start([step(f"t{number}", "wait", b" " * MOST_SNAPSHOT + b"4") for number in range(80)])
         until(lambda: stage.results(0.0) == [] and any(folder.rglob("*.waits")))
@@ -396,7 +395,7 @@ def test_jobs_that_no_single_message_can_hold_end_no_process(folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_process_with_many_threads_that_hang_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_many_hung_threads_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_supervisor, "MOST_STUCK", 3)
     with processes(folder, timeout_seconds=0.5) as stage:
         answers(stage, [step("good", "go")])
@@ -421,7 +420,7 @@ with processes(Path({folder!r})) as stage:
 
 
 def alive(folder: Path) -> set[int]:
-    """Other processes that have this test's folder in their environment."""
+    """Return other processes with the folder of this test in their environment."""
     mark = f"{FOLDER}={folder}".encode()
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -435,7 +434,7 @@ def alive(folder: Path) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "blocked and killed", "closed"])
-def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, how: str) -> None:
+def test_child_processes_of_an_environment_end_with_the_worker(folder: Path, how: str) -> None:
     deed = "hold" if how.startswith("blocked") else "wait"
     waits = f'stage.start([step("b", "{deed}")]); stage.results(3600.0)'
     then = "pass" if how == "closed" else waits
@@ -443,13 +442,13 @@ def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, h
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
         if how != "closed":
-            until(lambda: len(alive(folder)) >= 7)  # the worker, keeper and process, and four that sleep
+            until(lambda: len(alive(folder)) >= 7)  # the worker, guard and process, and four sleepers
             worker.kill()
     until(lambda: not alive(folder))
 
 
 @pytest.mark.slow
-def test_shared_memory_of_a_process_that_ends_is_let_go(folder: Path) -> None:
+def test_shared_memory_of_an_ended_process_is_released(folder: Path) -> None:
     with processes(folder) as stage:
         failed = answers(stage, [step("a", "memory and end")])["a"]
         assert isinstance(failed, EnvironmentFailure) and "ended with status 3" in failed.failure
@@ -458,15 +457,15 @@ def test_shared_memory_of_a_process_that_ends_is_let_go(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_an_environment_started_is_asked_to_end_before_it_is_killed(folder: Path) -> None:
+def test_child_processes_of_an_environment_get_sigterm_before_sigkill(folder: Path) -> None:
     with processes(folder) as stage:
         answers(stage, [step("a", "tidy child")])
     until(lambda: not alive(folder))
     assert (folder / "tidied").exists()
 
 
-def test_what_an_environment_does_to_a_pipe_it_does_not_do_to_the_worker_s(folder: Path) -> None:
-    """Its worker writes its log there, and would end where the pipe is full."""
+def test_pipe_flags_set_by_an_environment_do_not_reach_the_worker(folder: Path) -> None:
+    """The worker writes its log to the pipe, and would end at a full pipe."""
     program = WORKER.format(path=sys.path, folder=str(folder), first="non-blocking", then="pass")
     reads, writes = os.pipe()
     try:
@@ -482,8 +481,8 @@ PRINTED = ["StepResult", "EnvironmentFailure", "StepResult"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
-def test_an_environment_prints_on_when_nobody_reads_the_log_any_more(folder: Path, tmp_path: Path, named: bool) -> None:
-    """Also one whose process begins after that."""
+def test_environment_can_print_after_the_log_reader_has_gone(folder: Path, tmp_path: Path, named: bool) -> None:
+    """This also holds for a process that starts later."""
     jobs = (("a", "print"), ("b", "end"), ("c", "print"))
     then = f"sys.stdin.read(); again = [answers(stage, [step(*job)]) for job in {jobs}]"
     program = WORKER.format(path=sys.path, folder=str(folder), first="print", then=then)
@@ -506,14 +505,14 @@ def test_an_environment_prints_on_when_nobody_reads_the_log_any_more(folder: Pat
 LIBRARIES = ("numpy", "tokenizers", "queue", "selectors", "prometheus_client")
 
 
-def test_no_file_of_a_users_folder_takes_the_place_of_what_rose_imports(folder: Path, tmp_path: Path) -> None:
+def test_user_file_never_shadows_a_module_that_rose_imports(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     for name in LIBRARIES:
         (tmp_path / "own" / f"{name}.py").write_text("raise ImportError('it is the user's')\n")
     (tmp_path / "own" / "plain.py").write_text("from tests.support.misbehaving_environment import Wild\n")
     config = EnvironmentConfig(model_folder=folder, environments=("plain:Wild",), import_paths=(tmp_path / "own",))
     before = list(sys.path)
-    with pytest.raises(BrokerUnreachable):  # which is asked for once the environment is there
+    with pytest.raises(BrokerUnreachable):  # raised once the environment is loaded
         run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
     assert sys.path == before, "the worker itself imports nothing of the user's"
 
@@ -531,7 +530,7 @@ def test_no_file_of_a_users_folder_takes_the_place_of_what_rose_imports(folder: 
         ("import os; os.abort()", "auto", "ends the process, which was ended by SIGABRT"),
     ],
 )
-def test_a_module_that_ends_the_process_at_import_is_refused_when_the_worker_starts(
+def test_module_that_exits_at_import_is_refused_at_worker_start(
     folder: Path, tmp_path: Path, code: str, isolation: Any, says: str
 ) -> None:
     (tmp_path / "own").mkdir()
@@ -540,13 +539,16 @@ def test_a_module_that_ends_the_process_at_import_is_refused_when_the_worker_sta
     config = EnvironmentConfig(
         model_folder=folder, environments=(name,), import_paths=(tmp_path / "own",), isolation=isolation
     )
-    before, heard = list(sys.path), signal.signal(signal.SIGINT, lambda *_: None)  # as of a role, which stops in order
+    before, handler = (
+        list(sys.path),
+        signal.signal(signal.SIGINT, lambda *_: None),
+    )  # the handler of a role, which stops in order
     try:
         with pytest.raises(UnknownEnvironment) as refused:
             run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
     finally:
         sys.path[:] = before
-        signal.signal(signal.SIGINT, heard)
+        signal.signal(signal.SIGINT, handler)
     assert repr(name) in str(refused.value) and says in str(refused.value)
 
 
@@ -568,7 +570,7 @@ except main.UnknownEnvironment:
 """
 
 
-def test_a_worker_ends_whatever_threads_environments_leave_behind(folder: Path, tmp_path: Path) -> None:
+def test_worker_exits_despite_threads_left_by_environments(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "leaves_a_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
         "from tests.support.misbehaving_environment import Wild\n"

@@ -1,4 +1,4 @@
-"""Which prompts a worker opens: whatever comes, it is refused in a sentence, or its group can be written and read."""
+"""Admission of prompts: every prompt is refused in one sentence, or its group can be written and read."""
 
 import re
 from dataclasses import replace
@@ -34,7 +34,7 @@ def known(name: str) -> None:
 
 
 def read(prompt: dict[str, Any]) -> Prompt | None:
-    """As it comes from a producer's line of JSON; None when that is no prompt."""
+    """Return the prompt of a JSON line; None if the line is not a prompt."""
     try:
         return decode(Prompt, msgspec.json.encode(prompt))
     except (RecordError, msgspec.MsgspecError, OverflowError):
@@ -42,7 +42,7 @@ def read(prompt: dict[str, Any]) -> Prompt | None:
 
 
 def assert_decided(prompt: Prompt) -> str | None:
-    """Refused, or all that must be written of it can be."""
+    """Assert that the prompt is refused, or that all its records are writable."""
     refusal = admission_error(prompt, RULES, known)
     whole = with_full_sampling(prompt, RULES.sampling)
     if not refusal:
@@ -73,22 +73,22 @@ def assert_decided(prompt: Prompt) -> str | None:
         },
     )
 )
-def test_whatever_a_line_says_it_is_refused_or_can_be_written(line: dict[str, Any]) -> None:
+def test_any_prompt_line_is_refused_or_writable(line: dict[str, Any]) -> None:
     prompt = read(line)
     if prompt is not None:
         refusal = assert_decided(prompt)
-        asked = line.get("sampling", {"temperature": 1, "top_p": 1})
-        priced = asked["temperature"] >= 0.01 and asked["top_p"] == 1
+        requested_sampling = line.get("sampling", {"temperature": 1, "top_p": 1})
+        priced = requested_sampling["temperature"] >= 0.01 and requested_sampling["top_p"] == 1
         assert refusal or (line["environment"] == "calculator" and priced)
 
 
 @pytest.mark.parametrize("size", [MAX_RECORD_BYTES - 50, MAX_RECORD_BYTES, MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES])
-def test_a_prompt_near_the_limit_is_refused_when_its_group_is_over_it(size: int) -> None:
+def test_prompt_with_a_group_over_the_size_limit_is_refused(size: int) -> None:
     prompt = prompt_of(arguments={"text": "x" * size})
     assert bool(assert_decided(prompt)) == (size > MAX_RECORD_BYTES)
 
 
-def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> None:
+def test_every_writable_prompt_fits_its_group_record() -> None:
     wide = replace(RULES, sampling=Sampling(stop_token_ids=(2**32 - 1,) * MAX_STOP_TOKENS, seed=2**63 - 1))
     prompt = prompt_of(group_id="g" * MAX_GROUP_ID_CHARACTERS, seed=2**63 - 1, arguments={"text": ""})
     prompt = msgspec.structs.replace(prompt, arguments={"text": "x" * (Prompt.MAX_BYTES - len(encode(prompt)) - 4)})
@@ -105,10 +105,10 @@ def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> No
         ({"environment": "os:getcwd"}, "unknown environment"),
     ],
 )
-def test_the_reason_is_said(fields: dict[str, Any], reason: str) -> None:
+def test_refused_prompt_has_the_reason(fields: dict[str, Any], reason: str) -> None:
     assert re.search(reason, str(assert_decided(prompt_of(**fields))))
 
 
-def test_a_worker_that_samples_greedily_by_default_opens_nothing_that_says_no_sampling() -> None:
+def test_greedy_default_refuses_prompts_without_sampling_settings() -> None:
     greedy = replace(RULES, sampling=Sampling(temperature=0))
     assert "temperature" in str(admission_error(prompt_of(), greedy, known))

@@ -1,4 +1,5 @@
-"""Scalars of NumPy are taken from an environment, useless values are refused in a sentence, errors have a place."""
+"""NumPy scalars of an environment are accepted, useless values are refused in one sentence, and errors have a
+location."""
 
 import asyncio
 import json
@@ -32,7 +33,7 @@ def step(**fields: Any) -> Step:
     ("reward", "taken"),
     [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(-3), -3.0), (np.bool_(True), 1.0), (np.array(2.5), 2.5)],
 )
-def test_a_reward_is_any_number(reward: Any, taken: float) -> None:
+def test_reward_may_be_any_number_type(reward: Any, taken: float) -> None:
     given = check_step(step(reward=reward)).reward
     assert type(given) is float and given == taken
 
@@ -51,20 +52,20 @@ def test_a_reward_is_any_number(reward: Any, taken: float) -> None:
         (10**400, "the reward inf: it must be a finite number"),
     ],
 )
-def test_a_reward_that_is_no_finite_number_is_told_as_what_it_is(reward: Any, says: str) -> None:
+def test_non_finite_reward_is_named_in_the_error(reward: Any, says: str) -> None:
     with pytest.raises(ProtocolViolation) as refused:
         check_step(step(reward=reward))
     assert says in str(refused.value) and "scale" not in str(refused.value)
 
 
 @pytest.mark.parametrize("truth", [True, 1, np.bool_(True), np.int8(1)])
-def test_a_truth_is_a_bool_whoever_made_it(truth: Any) -> None:
+def test_bool_of_any_library_is_accepted(truth: Any) -> None:
     given = check_step(step(done=truth, success=truth))
     assert given.done is True and given.success is True
 
 
 @pytest.mark.parametrize("truth", ["false", "", None, 2, 0.0, [], np.array([True, False])])
-def test_what_is_no_truth_is_not_taken_for_one(truth: Any) -> None:
+def test_non_bool_is_not_accepted_as_a_bool(truth: Any) -> None:
     with pytest.raises(ProtocolViolation, match=r"done of type .*: it must be True or False"):
         check_step(step(done=truth))
 
@@ -79,7 +80,7 @@ def test_what_is_no_truth_is_not_taken_for_one(truth: Any) -> None:
         ("ab\ud800", r"half a surrogate pair \(U\+D800, character 2\)"),
     ],
 )
-def test_an_observation_that_is_no_text_is_told_as_what_it_is(observation: Any, says: str) -> None:
+def test_non_text_observation_is_named_in_the_error(observation: Any, says: str) -> None:
     with pytest.raises(ProtocolViolation, match=says):
         check_step(step(observation=observation))
     with pytest.raises(ProtocolViolation, match=says):
@@ -105,14 +106,14 @@ def test_remarks_that_no_record_can_hold_are_refused(info: Any) -> None:
         check_step(step(info=info))
 
 
-def test_what_is_no_step_or_no_snapshot_is_refused() -> None:
+def test_invalid_step_or_snapshot_is_refused() -> None:
     with pytest.raises(ProtocolViolation, match="gave a tuple, not a Step"):
         check_step(("o", 0.5, True, False, {}))
     with pytest.raises(ProtocolViolation, match="gave a str, not bytes"):
         check_snapshot("state")
 
 
-def test_an_info_that_no_sample_holds_is_named_as_such() -> None:
+def test_info_too_large_for_a_sample_is_named() -> None:
     with pytest.raises(ProtocolViolation, match=f"an info of .* bytes: {MAX_INFO_BYTES} are allowed"):
         check_step(step(info={"log": "x" * (1 << 22)}))
 
@@ -121,7 +122,7 @@ HERE = Path(__file__)
 
 
 def answer_of(row: dict[str, Any]) -> Any:
-    return row["answer"]  # the line that is told
+    return row["answer"]  # the reported line
 
 
 class Careless(Counter):
@@ -149,27 +150,25 @@ def failure_of(folder: Path, action: str) -> str:
 @pytest.mark.parametrize(
     ("action", "line", "function"),
     [
-        ("key", "# the line that is told", "answer_of"),
-        ("group", "# the line that is told", "answer_of"),
+        ("key", "# the reported line", "answer_of"),
+        ("group", "# the reported line", "answer_of"),
         ("assert", 'assert action == "other"', "meddle"),
         ("json", 'json.loads("{")', "meddle"),
         ("threads", 'asyncio.to_thread(json.loads, "{")', "meddle"),
     ],
 )
-def test_a_failure_says_where_in_the_users_code_it_was_raised(
-    tmp_path: Path, action: str, line: str, function: str
-) -> None:
+def test_failure_names_the_line_of_user_code(tmp_path: Path, action: str, line: str, function: str) -> None:
     lines = HERE.read_text(encoding="utf-8").splitlines()
     number = next(at for at, text in enumerate(lines, 1) if line in text)
     failure = failure_of(model_folder(tmp_path), action)
     assert failure.endswith(f"({HERE}, line {number}, in {function})")
 
 
-def test_an_error_that_no_code_of_a_user_has_met_has_no_place() -> None:
+def test_error_without_user_code_has_no_location() -> None:
     assert raised_at(TimeoutError("took longer than 1 s")) == ""
 
 
-def test_a_failure_with_a_long_message_says_where_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_with_a_long_message_keeps_its_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counter, "raises", ValueError("x" * 5000))
     with pool_of(model_folder(tmp_path)) as stage:
         failed = answers(stage, [act("bad", "raise")])["bad"]

@@ -1,4 +1,5 @@
-"""The stage: a failing, hanging or lying environment harms its own trajectory alone, and few are held at once."""
+"""The runner pool: a failing, hung or invalid environment harms only its own trajectory, and held environments are
+bounded."""
 
 import asyncio
 import subprocess
@@ -24,8 +25,8 @@ from tests.support.environment_fixtures import (
     Blocking,
     Counter,
     Freezing,
-    Mute,
     Panic,
+    UnprintableError,
     act,
     answers,
     answers_of,
@@ -38,7 +39,14 @@ from tests.support.waiting import until
 
 END_BYTES = END.to_bytes(4, "little")
 
-RAISED = [Panic("boom"), Mute(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("\ud800")]
+RAISED = [
+    Panic("boom"),
+    UnprintableError(),
+    SystemExit(3),
+    KeyboardInterrupt(),
+    asyncio.CancelledError(),
+    ValueError("\ud800"),
+]
 
 
 @pytest.fixture
@@ -46,18 +54,18 @@ def folder(tmp_path: Path) -> Path:
     return model_folder(tmp_path)
 
 
-def test_a_signal_amid_a_wait_for_answers_does_not_make_it_endless(folder: Path) -> None:
-    """A worker that was asked to leave while a step blocked its thread did not leave."""
+def test_signal_during_a_wait_for_results_does_not_prolong_the_wait(folder: Path) -> None:
+    """A worker that was stopped while a step blocked its thread did not stop."""
     with pool_of(folder) as stage, signals_come():
         for _ in range(50):
             assert stage.results(0.002) == []
 
 
-def test_a_task_goes_on_from_where_it_was(folder: Path) -> None:
+def test_task_continues_from_its_last_state(folder: Path) -> None:
     with pool_of(folder) as stage:
-        begun = answers(stage, [reset("a")])["a"]
-        assert isinstance(begun, ResetResult) and begun.state == b"0"
-        assert begun.observation[-4:] == ACT.to_bytes(4, "little")
+        reset_result = answers(stage, [reset("a")])["a"]
+        assert isinstance(reset_result, ResetResult) and reset_result.state == b"0"
+        assert reset_result.observation[-4:] == ACT.to_bytes(4, "little")
         for turn in range(3):
             stepped = answers(stage, [act("a", "go", b"77")])["a"]
             assert isinstance(stepped, StepResult) and stepped.state == str(turn + 1).encode()
@@ -71,10 +79,10 @@ def test_a_task_goes_on_from_where_it_was(folder: Path) -> None:
     [("go", None, False), ("go", "", True), ("go.", ".", True)],
     ids=["by the model's own stop token", "by its length", "by a stop token of the prompt"],
 )
-def test_what_ended_a_turn_is_no_part_of_its_action_and_its_end_is_in_the_context(
+def test_stop_token_is_left_out_of_the_action_and_kept_in_the_context(
     folder: Path, action: str, stop: str | None, *, ended: bool
 ) -> None:
-    """An action of another text would fail: the counter takes `done` as it is."""
+    """An action of another text would fail: the counter accepts only `done`."""
     with pool_of(folder) as stage:
         stepped = answers(stage, [act("a", action, stop=stop)])["a"]
         assert isinstance(stepped, StepResult) and stepped.observation.startswith(END_BYTES) == ended
@@ -82,14 +90,14 @@ def test_what_ended_a_turn_is_no_part_of_its_action_and_its_end_is_in_the_contex
         assert isinstance(done, StepResult) and done.done
 
 
-def test_an_observation_with_half_of_a_surrogate_pair_fails_its_trajectory_with_a_sentence(folder: Path) -> None:
+def test_observation_with_a_lone_surrogate_fails_its_trajectory(folder: Path) -> None:
     with pool_of(folder) as stage:
         found = answers(stage, [act("bad", "half"), act("good", "go")])
         assert isinstance(found["bad"], EnvironmentFailure) and "half a surrogate pair" in found["bad"].failure
         assert isinstance(found["good"], StepResult)
 
 
-def test_whoever_lies_fails_its_trajectory_alone(folder: Path) -> None:
+def test_invalid_environment_value_fails_only_its_trajectory(folder: Path) -> None:
     with pool_of(folder) as stage:
         found = answers(stage, [act("bad", "lie"), act("good", "go")])
         assert isinstance(found["bad"], EnvironmentFailure) and "not a Step" in found["bad"].failure
@@ -97,10 +105,10 @@ def test_whoever_lies_fails_its_trajectory_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
-def test_whatever_an_environment_raises_fails_its_trajectory_alone(
+def test_any_environment_exception_fails_only_its_trajectory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    """In a step, and when it is closed after that, makes room for another, or is held to the end."""
+    """The environment raises in a step, and then in a close after the step, at an eviction, or at the end."""
     monkeypatch.setattr(Counter, "raises", raised)
     with pool_of(folder, max_live=1) as stage:
         found = answers(stage, [act("bad", "raise"), act("good", "go"), act("done", "done"), reset("begun")])
@@ -114,28 +122,28 @@ def test_whatever_an_environment_raises_fails_its_trajectory_alone(
 
 
 @pytest.mark.parametrize("action", ["raise later", "stop"])
-def test_an_environment_that_breaks_its_loop_off_ends_no_thread(folder: Path, action: str) -> None:
+def test_environment_that_stops_its_event_loop_ends_no_thread(folder: Path, action: str) -> None:
     with pool_of(folder) as stage:
         found = answers(stage, [act("bad", action), act("good", "go")])
         assert [type(answer) for answer in found.values()] == [StepResult, StepResult]
         assert isinstance(answers(stage, [act("good", "go")])["good"], StepResult)
 
 
-def test_all_are_answered_whose_tasks_an_environment_cancels(folder: Path) -> None:
-    """Also who waits for room."""
+def test_jobs_with_tasks_cancelled_by_an_environment_are_answered(folder: Path) -> None:
+    """Jobs that wait for room are answered too."""
     with pool_of(folder, max_live=2) as stage:
         found = answers(stage, [act("held", "hang"), act("bad", "cancel all"), *(act(name, "go") for name in "abc")])
         assert isinstance(found["held"], EnvironmentFailure) and "CancelledError" in found["held"].failure
         assert isinstance(answers(stage, [act("good", "go")])["good"], StepResult)
 
 
-def test_a_hanging_environment_is_given_up_after_the_time_allowed(folder: Path) -> None:
+def test_hung_environment_is_aborted_at_its_timeout(folder: Path) -> None:
     with pool_of(folder, timeout_seconds=0.05) as stage:
         failed = answers(stage, [act("bad", "hang")])["bad"]
         assert isinstance(failed, EnvironmentFailure) and "longer than 0.05 s" in failed.failure
 
 
-def test_an_environment_that_goes_on_when_it_is_cancelled_is_given_up_and_closed(
+def test_environment_that_ignores_cancellation_is_aborted_and_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "CANCEL_SECONDS", 0.05)
@@ -147,7 +155,7 @@ def test_an_environment_that_goes_on_when_it_is_cancelled_is_given_up_and_closed
 
 
 @pytest.mark.parametrize("looks", [0, int(WAIT_SECONDS) - 1], ids=["at first", "at last"])
-def test_a_step_that_ends_while_the_process_is_frozen_is_not_late(
+def test_step_that_ends_during_a_process_freeze_is_not_late(
     folder: Path, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     monkeypatch.setattr(asyncio, "new_event_loop", Freezing)
@@ -155,7 +163,7 @@ def test_a_step_that_ends_while_the_process_is_frozen_is_not_late(
         assert isinstance(answers(stage, [act("a", f"freeze{looks}")])["a"], StepResult)
 
 
-def test_a_step_that_goes_on_for_long_is_late_also_by_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_step_is_late_also_by_number_of_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "new_event_loop", Freezing)
     with pool_of(folder) as stage:
         failed = answers(stage, [act("a", f"freeze{int(WAIT_SECONDS) + 1}")])["a"]
@@ -163,9 +171,7 @@ def test_a_step_that_goes_on_for_long_is_late_also_by_looks(folder: Path, monkey
 
 
 @pytest.mark.parametrize("action", ["sleep", "spin"])
-def test_an_environment_that_blocks_its_thread_fails_alone_and_the_others_are_done_again(
-    folder: Path, action: str
-) -> None:
+def test_thread_blocking_environment_fails_alone_and_the_others_are_retried(folder: Path, action: str) -> None:
     with pool_of(folder, lambda _name: Blocking(), timeout_seconds=0.5) as stage:
         answers(stage, [reset("a"), reset("b"), reset("bad")])
         answers(stage, [act(name, "go") for name in ("a", "b", "bad")])
@@ -178,7 +184,7 @@ def test_an_environment_that_blocks_its_thread_fails_alone_and_the_others_are_do
         assert all(isinstance(answer, StepResult) for answer in more.values())
 
 
-def test_an_environment_that_blocks_its_thread_as_it_makes_room_fails_nobody(folder: Path) -> None:
+def test_environment_that_blocks_during_eviction_fails_no_trajectory(folder: Path) -> None:
     class BlocksAtLast(Blocking):
         async def close(self) -> None:
             await super().close()
@@ -191,9 +197,9 @@ def test_an_environment_that_blocks_its_thread_as_it_makes_room_fails_nobody(fol
         Counter.gate.set()
 
 
-def test_who_went_on_elsewhere_and_comes_back_meets_nothing_of_its_former_self(folder: Path) -> None:
+def test_trajectory_that_returns_to_a_worker_meets_no_old_state(folder: Path) -> None:
     def blocks(name: str, beside: dict[str, bytes]) -> dict[str, bytes]:
-        """The states of those that are stepped beside who blocks, in another thread."""
+        """Return the states of environments that are stepped beside a blocking one, in another thread."""
         Counter.blocks.clear()
         stage.start([act(name, "block", b"3")])
         assert Counter.blocks.wait(WAIT_SECONDS)
@@ -216,7 +222,7 @@ def test_who_went_on_elsewhere_and_comes_back_meets_nothing_of_its_former_self(f
         Counter.gate.set()
 
 
-def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Path) -> None:
+def test_thread_blocking_environment_delays_no_other_environment_type(folder: Path) -> None:
     with pool_of(folder, lambda _name: Blocking(), timeout_seconds=60.0) as stage:
         stage.start([act("bad", "block", environment="blocking")])
         assert isinstance(answers_of(stage, [act("good", "go")])["good"], StepResult)
@@ -225,8 +231,8 @@ def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Pa
         assert [job.trajectory_id for job, _ in stage.results(WAIT_SECONDS)] == ["bad"]
 
 
-def test_what_is_finished_is_answered_though_its_environment_does_not_close(folder: Path) -> None:
-    """It may hang, or block its thread."""
+def test_finished_job_is_answered_although_its_environment_does_not_close(folder: Path) -> None:
+    """Its close hangs, or blocks its thread."""
 
     class NeverCloses(Blocking):
         async def close(self) -> None:
@@ -258,7 +264,7 @@ def test_an_environment_that_blocks_its_thread_as_it_is_deleted_holds_up_nobody(
         Counter.gate.set()
 
 
-def test_calls_that_hang_in_the_pool_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
+def test_hung_pool_calls_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
     """More of them than the loop's own default pool would have threads."""
     many = 40
     with pool_of(folder, max_live=2 * many, timeout_seconds=0.5) as stage:
@@ -280,12 +286,12 @@ with pool_of(Path({folder!r}), timeout_seconds=0.2) as stage:
 """
 
 
-def test_a_process_ends_though_a_call_hangs_in_the_pool(folder: Path) -> None:
+def test_process_exits_although_a_pool_call_hangs(folder: Path) -> None:
     program = ENDS.format(path=sys.path, folder=str(folder))
     subprocess.run([sys.executable, "-c", program], timeout=WAIT_SECONDS, check=True)
 
 
-def test_an_observation_that_fits_no_context_is_not_encoded_to_its_end(
+def test_observation_longer_than_any_context_is_not_fully_encoded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit, text = 1024, "a" * 3_000_000
@@ -299,9 +305,7 @@ def test_an_observation_that_fits_no_context_is_not_encoded_to_its_end(
         assert "the 3000000 characters of its first observation leave no room in max_context" in failed.failure
 
 
-def test_a_long_observation_is_encoded_as_a_whole_where_it_may_fit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_observation_that_may_fit_is_fully_encoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counter, "text", "abc" * 7_000)
     with pool_of(folder, max_context_tokens=40_000) as stage:
         stepped = answers(stage, [act("long", "text")])["long"]
@@ -310,15 +314,15 @@ def test_a_long_observation_is_encoded_as_a_whole_where_it_may_fit(
         assert list(unpack_tokens(stepped.observation)) == expected
 
 
-def test_a_stop_cuts_steps_short_and_begins_none(folder: Path) -> None:
+def test_stop_cancels_running_steps_and_starts_none(folder: Path) -> None:
     with pool_of(folder, max_live=2) as stage:
         stage.start([act("held", "hang")])
-        answers_of(stage, [act("good", "go")])  # the other is under way, too
+        answers_of(stage, [act("good", "go")])  # the other job is in flight too
         stage.start([act("next", "hang"), act("waits", "hang")])
 
 
-def test_what_an_earlier_life_left_behind_is_not_begun_again(folder: Path) -> None:
-    """It would block the next thread too, and the one after it, for nobody."""
+def test_jobs_of_an_earlier_incarnation_are_not_started(folder: Path) -> None:
+    """Such a job would block the next thread, and every later one, without purpose."""
     with pool_of(folder, lambda _name: Blocking(), timeout_seconds=0.5) as stage:
         stage.start([act("bad", "block"), act("worse", "block")])
         stage.begin_generation(2)
@@ -328,7 +332,7 @@ def test_what_an_earlier_life_left_behind_is_not_begun_again(folder: Path) -> No
         Counter.gate.set()
 
 
-def test_an_environment_whose_callback_blocks_the_thread_is_given_up_in_the_end(folder: Path) -> None:
+def test_environment_with_a_blocking_callback_is_finally_aborted(folder: Path) -> None:
     with pool_of(folder, lambda _name: Blocking(), timeout_seconds=0.3) as stage:
         failed = answers(stage, [act("bad", "later")])["bad"]
         assert isinstance(failed, EnvironmentFailure) and "blocks its thread" in failed.failure
@@ -336,10 +340,10 @@ def test_an_environment_whose_callback_blocks_the_thread_is_given_up_in_the_end(
         Counter.gate.set()
 
 
-def test_a_blocked_thread_is_noticed_in_time_by_who_looks_seldom_and_not_by_who_was_frozen(
+def test_blocked_thread_is_detected_by_rare_checks_and_not_after_a_freeze(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker looks between its transactions, each of which may take a second."""
+    """A worker checks between its transactions, each of which may take a second."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(stage_module, "time", clock)
@@ -351,13 +355,13 @@ def test_a_blocked_thread_is_noticed_in_time_by_who_looks_seldom_and_not_by_who_
     with pool_of(folder, lambda _name: Blocking(), timeout_seconds=8.0) as stage:
         stage.start([act("bad", "block", environment="blocking")])
         assert Counter.blocks.wait(WAIT_SECONDS)
-        looks(stage, 0.0)  # its last beat
+        looks(stage, 0.0)  # its last heartbeat
         assert not looks(stage, 3600.0), "of a freeze no more counts than of any look"
         assert [looks(stage, 1.0) for _ in range(8)] == [*[False] * 7, True]
         Counter.gate.set()
 
 
-def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:
+def test_slow_environment_delays_no_other(folder: Path) -> None:
     with pool_of(folder) as stage:
         stage.start([act("slow", "wait")])
         assert isinstance(answers_of(stage, [act("quick", "go")])["quick"], StepResult)
@@ -366,9 +370,7 @@ def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:
         assert [job.trajectory_id for job, _ in stage.results(WAIT_SECONDS)] == ["slow"]
 
 
-def test_jobs_wait_for_a_runner_where_the_machine_has_no_room_for_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_wait_for_a_runner_if_the_machine_cannot_start_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_supervisor, "TRY_SECONDS", 0.01)
     failures = [BlockingIOError("no more processes"), RuntimeError("can't start new thread")]
     turn_format, limits = (
@@ -376,10 +378,10 @@ def test_jobs_wait_for_a_runner_where_the_machine_has_no_room_for_one(
         RunnerLimits(max_live=8, timeout_seconds=WAIT_SECONDS, max_context_tokens=1024),
     )
 
-    def new_runner(_kind: str, answer: ResultCallback, life: int) -> ThreadRunner:
+    def new_runner(_kind: str, answer: ResultCallback, generation: int) -> ThreadRunner:
         if failures:
             raise failures.pop()
-        return ThreadRunner(turn_format, lambda _name: Counter(), answer, limits, generation=life)
+        return ThreadRunner(turn_format, lambda _name: Counter(), answer, limits, generation=generation)
 
     stage = RunnerPool(new_runner, limits)
     stage.begin_generation(1)
@@ -391,7 +393,7 @@ def test_jobs_wait_for_a_runner_where_the_machine_has_no_room_for_one(
         stage.close()
 
 
-def test_refused_arguments_are_told_from_a_failure(folder: Path) -> None:
+def test_refused_arguments_are_distinguished_from_a_failure(folder: Path) -> None:
     with pool_of(folder) as stage:
         found = answers(stage, [reset("refused", refuse=1), reset("mute", mute=1), reset("broken", **{"break": 1})])
         assert isinstance(found["mute"], ResetRefused)
@@ -399,7 +401,7 @@ def test_refused_arguments_are_told_from_a_failure(folder: Path) -> None:
         assert isinstance(found["broken"], EnvironmentFailure) and "no container" in found["broken"].failure
 
 
-def test_no_more_are_held_than_allowed_and_the_others_are_restored(folder: Path) -> None:
+def test_held_environments_are_bounded_and_the_others_are_restored(folder: Path) -> None:
     names = [f"t{number}" for number in range(12)]
     with pool_of(folder, max_live=3) as stage:
         answers(stage, [reset(name) for name in names])
@@ -413,7 +415,7 @@ def test_no_more_are_held_than_allowed_and_the_others_are_restored(folder: Path)
         assert Counter.restored > 0
 
 
-def test_what_was_held_for_an_earlier_life_is_not_used(folder: Path) -> None:
+def test_environments_held_for_an_earlier_incarnation_are_not_used(folder: Path) -> None:
     with pool_of(folder) as stage:
         answers(stage, [reset("a")])
         answers(stage, [act("a", "go")])
@@ -423,7 +425,7 @@ def test_what_was_held_for_an_earlier_life_is_not_used(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
-def test_an_environment_that_cannot_be_made_fails_its_trajectory(folder: Path, raised: BaseException) -> None:
+def test_environment_that_cannot_be_constructed_fails_its_trajectory(folder: Path, raised: BaseException) -> None:
     def create(name: str) -> Environment:
         raise raised
 

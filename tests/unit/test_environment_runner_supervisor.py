@@ -1,4 +1,4 @@
-"""Who is to blame for the end of a process: a lane in front of runners that end when the test says so."""
+"""Attribution of a process exit: a supervisor with runners that exit on command."""
 
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,8 +18,8 @@ LIMITS = RunnerLimits(max_live=8, timeout_seconds=60.0, max_context_tokens=1024)
 
 
 @dataclass(eq=False)
-class Played:
-    """A process that does nothing by itself."""
+class ScriptedProcess:
+    """A passive process."""
 
     killable: bool = True
     heartbeats: int = 0
@@ -38,7 +38,7 @@ class Played:
 
     def cancel(self, trajectory_ids: list[str]) -> None: ...
 
-    def begin_generation(self, life: int) -> None: ...
+    def begin_generation(self, generation: int) -> None: ...
 
     def current_job(self) -> Job | None:
         return self.runs
@@ -50,18 +50,18 @@ class Played:
     def close(self, seconds: float) -> None: ...
 
 
-class World:
-    """A lane and its processes."""
+class RunnerSupervisorFixture:
+    """A supervisor and its processes."""
 
     def __init__(self, *names: str) -> None:
         self.numbers = count()
-        self.made: list[Played] = []
+        self.made: list[ScriptedProcess] = []
         self.lane = RunnerSupervisor("counter", self.place, LIMITS)
         self.jobs = {name: act(name, "go") for name in names}
         self.lane.start([InFlight(job) for job in self.jobs.values()])
 
     def place(self) -> RunnerSlot:
-        self.made.append(Played())
+        self.made.append(ScriptedProcess())
         return RunnerSlot(next(self.numbers), self.made[-1])
 
     def holds(self, name: str) -> RunnerSlot:
@@ -69,42 +69,42 @@ class World:
         return place
 
     def ends(self, name: str, *, runs: Job | None = None) -> JobResults:
-        """The process that has this job ends, in that job's code."""
+        """End the process of this job, in the code of this job."""
         process = self.holds(name).runner
-        assert isinstance(process, Played)
+        assert isinstance(process, ScriptedProcess)
         process.runs, process.exit_reason = runs, " was ended by SIGKILL"
         return self.lane.check(0.0) + self.lane.check(0.0)
 
 
-def test_a_job_is_not_blamed_for_what_another_does_as_it_closes() -> None:
-    world = World("long", "brief", "other")
+def test_job_is_not_blamed_for_an_exit_during_another_close() -> None:
+    supervised = RunnerSupervisorFixture("long", "brief", "other")
     for _ in range(MAX_SHARED_EXITS):
-        assert world.ends("long") == []
-    shared = world.holds("long")
-    assert shared is world.holds("brief") and shared is not world.holds("other")
-    assert world.lane.on_result(shared.number, world.jobs["brief"])
-    assert world.ends("long", runs=NO_JOB) == []
-    assert world.ends("long") == [], "once alone in it"
-    ((job, answer),) = world.ends("long")
+        assert supervised.ends("long") == []
+    shared = supervised.holds("long")
+    assert shared is supervised.holds("brief") and shared is not supervised.holds("other")
+    assert supervised.lane.on_result(shared.number, supervised.jobs["brief"])
+    assert supervised.ends("long", runs=NO_JOB) == []
+    assert supervised.ends("long") == [], "once alone in it"
+    ((job, answer),) = supervised.ends("long")
     assert (
         job.trajectory_id == "long" and isinstance(answer, EnvironmentFailure) and "each of 2 times" in answer.failure
     )
 
 
-def test_a_job_in_whose_code_a_process_ends_is_begun_again_alone_and_the_others_together() -> None:
-    world = World("bad", "a", "b")
-    assert world.ends("bad", runs=world.jobs["bad"]) == []
-    assert world.holds("a") is world.holds("b") and len(world.holds("a").jobs) == 2
-    assert len(world.holds("bad").jobs) == 1
+def test_job_suspected_of_an_exit_is_retried_alone_and_the_others_together() -> None:
+    supervised = RunnerSupervisorFixture("bad", "a", "b")
+    assert supervised.ends("bad", runs=supervised.jobs["bad"]) == []
+    assert supervised.holds("a") is supervised.holds("b") and len(supervised.holds("a").jobs) == 2
+    assert len(supervised.holds("bad").jobs) == 1
 
 
-def test_jobs_that_others_hold_up_for_a_quarter_of_the_step_limit_are_begun_again_apart() -> None:
+def test_jobs_held_up_for_a_quarter_of_the_step_limit_are_repeated_apart() -> None:
     """Each may block only because it waits for a lock that another one holds across an await."""
-    world = World("waits", "holds", "other")
-    process = world.holds("waits").runner
-    assert isinstance(process, Played)
-    process.runs = world.jobs["waits"]
+    supervised = RunnerSupervisorFixture("waits", "holds", "other")
+    process = supervised.holds("waits").runner
+    assert isinstance(process, ScriptedProcess)
+    process.runs = supervised.jobs["waits"]
     for _ in range(LOOKS):
-        assert world.lane.check(LIMITS.timeout_seconds / 4 / (LOOKS - 1)) == []
-    assert len({world.holds(name).number for name in world.jobs}) == len(world.jobs)
-    assert process not in world.lane.runners(), "it was killed, and nothing is left in it"
+        assert supervised.lane.check(LIMITS.timeout_seconds / 4 / (LOOKS - 1)) == []
+    assert len({supervised.holds(name).number for name in supervised.jobs}) == len(supervised.jobs)
+    assert process not in supervised.lane.runners(), "it was killed, and nothing is left in it"

@@ -1,4 +1,4 @@
-"""The text protocol's laws, held against every built-in environment."""
+"""The protocol checks, applied to every built-in environment."""
 
 import asyncio
 import re
@@ -46,14 +46,14 @@ def play(environment: Environment, actions: Sequence[str]) -> list[Step]:
     return asyncio.run(steps())
 
 
-def test_every_built_in_is_held_to_the_laws() -> None:
+def test_every_built_in_environment_passes_the_protocol_checks() -> None:
     assert set(CASES) == set(BUILT_IN)
 
 
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=60)
-def test_a_restored_environment_goes_on_as_the_original_would(name: str, data: st.DataObject, seed: int) -> None:
+def test_restored_environment_continues_like_the_original(name: str, data: st.DataObject, seed: int) -> None:
     arguments, actions = CASES[name]
     before = data.draw(st.lists(actions, max_size=5))
     after = data.draw(st.lists(actions, min_size=1, max_size=12))
@@ -72,7 +72,7 @@ def test_a_restored_environment_goes_on_as_the_original_would(name: str, data: s
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=60)
-def test_whatever_a_policy_writes_is_a_step_and_every_task_ends(name: str, data: st.DataObject, seed: int) -> None:
+def test_any_action_is_a_step_and_every_task_ends(name: str, data: st.DataObject, seed: int) -> None:
     arguments, actions = CASES[name]
     environment = load_environment(name)()
     asyncio.run(environment.reset(seed, arguments))
@@ -86,7 +86,7 @@ def test_whatever_a_policy_writes_is_a_step_and_every_task_ends(name: str, data:
 @pytest.mark.parametrize("name", CASES)
 @given(seed=SEEDS)
 @settings(max_examples=20)
-def test_a_seed_names_one_task(name: str, seed: int) -> None:
+def test_seed_determines_the_task(name: str, seed: int) -> None:
     arguments, _ = CASES[name]
     first, second = (asyncio.run(load_environment(name)().reset(seed, arguments)) for _ in range(2))
     assert first == second
@@ -95,7 +95,7 @@ def test_a_seed_names_one_task(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 @given(state=st.binary(max_size=60))
 @settings(max_examples=60)
-def test_bytes_that_are_no_snapshot_are_refused(name: str, state: bytes) -> None:
+def test_invalid_snapshot_bytes_are_refused(name: str, state: bytes) -> None:
     with pytest.raises(SnapshotError):
         asyncio.run(load_environment(name)().restore(state))
 
@@ -108,7 +108,7 @@ def test_unknown_arguments_are_refused_by_name(name: str) -> None:
 
 @given(seed=SEEDS, bounds=st.tuples(st.integers(1, 8), st.integers(1, 8)).map(sorted))
 @settings(max_examples=100)
-def test_the_straight_way_solves_every_sum_in_one_turn_an_operand_and_the_answer(seed: int, bounds: list[int]) -> None:
+def test_direct_solution_of_a_sum_takes_one_turn_per_operand_and_the_answer(seed: int, bounds: list[int]) -> None:
     environment = Calculator()
     least, most = bounds
     observation = asyncio.run(environment.reset(seed, {"min_operands": least, "max_operands": most}))
@@ -125,7 +125,7 @@ def test_the_straight_way_solves_every_sum_in_one_turn_an_operand_and_the_answer
 
 @given(seed=SEEDS, guess=st.integers(-80, 80))
 @settings(max_examples=60)
-def test_an_answer_before_any_call_is_no_answer_and_a_wrong_one_earns_nothing(seed: int, guess: int) -> None:
+def test_early_answer_is_not_accepted_and_a_wrong_answer_earns_nothing(seed: int, guess: int) -> None:
     environment = Calculator()
     observation = asyncio.run(environment.reset(seed, {}))
     (early,) = play(environment, [f"={guess}"])
@@ -135,7 +135,7 @@ def test_an_answer_before_any_call_is_no_answer_and_a_wrong_one_earns_nothing(se
     assert (last.success, last.reward) == ((True, 1.0) if guess == total else (False, 0.0))
 
 
-def test_the_longest_life_is_twelve_turns() -> None:
+def test_longest_trajectory_has_twelve_turns() -> None:
     environment = Calculator()
     asyncio.run(environment.reset(1, {"min_operands": 8}))
     steps = play(environment, ["nonsense"] * 20)
@@ -144,7 +144,7 @@ def test_the_longest_life_is_twelve_turns() -> None:
 
 
 @given(st.integers(-9999, 9999), st.sampled_from("+-"), st.integers(0, 9999))
-def test_the_tool_computes_what_it_is_asked(left: int, sign: str, right: int) -> None:
+def test_tool_computes_the_requested_operation(left: int, sign: str, right: int) -> None:
     environment = Calculator()
     asyncio.run(environment.reset(0, {}))
     action = f"{left}{sign}{right}"
@@ -169,7 +169,7 @@ def test_swapped_bounds_are_refused() -> None:
         (":Task", "calculator, frozenlake"),
     ],
 )
-def test_a_name_that_leads_nowhere_says_so(name: str, says: str) -> None:
+def test_environment_name_without_a_target_is_refused(name: str, says: str) -> None:
     with pytest.raises(UnknownEnvironment, match=says) as refusal:
         load_environment(name)
     assert isinstance(refusal.value, UsageError)
@@ -178,7 +178,7 @@ def test_a_name_that_leads_nowhere_says_so(name: str, says: str) -> None:
 @pytest.mark.parametrize(
     "code", ["import sys; sys.exit()", "raise BaseException('no')", "import asyncio; raise asyncio.CancelledError"]
 )
-def test_a_module_that_does_not_let_itself_be_imported_is_one_sentence(
+def test_module_that_fails_at_import_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     name = f"leaves_{abs(hash(code))}"
@@ -197,7 +197,7 @@ def test_a_module_that_does_not_let_itself_be_imported_is_one_sentence(
         ("numpy", "from numpy import SUBJECTS"),
     ],
 )
-def test_a_module_whose_name_another_has_already_is_told_as_that(
+def test_module_with_a_taken_name_is_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str
 ) -> None:
     debate = f"debate_{abs(hash(code))}"
@@ -239,7 +239,7 @@ METHODS = "".join(f"    async def {name}(self, *given): ...\n" for name in regis
         ("import _thread\n_thread.start_new_thread = lambda *given: 1\n", "replaces Python's threads, as gevent"),
     ],
 )
-def test_what_makes_no_environment_is_refused_with_what_to_write(
+def test_invalid_environment_factory_is_refused_with_the_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str
 ) -> None:
     name = f"makes_none_{abs(hash(code))}"
@@ -249,9 +249,7 @@ def test_what_makes_no_environment_is_refused_with_what_to_write(
         load_environment(f"{name}:Any")
 
 
-def test_a_method_that_a_decorator_hides_and_a_class_with_defaults_are_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decorated_method_and_class_with_defaults_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "decorated.py").write_text(
         "import functools\ndef passed(call):\n    return functools.wraps(call)(lambda *given: call(*given))\n"
         f"class Any:\n    def __init__(self, path=''): ...\n{METHODS}    step = passed(step)\n"
@@ -262,14 +260,14 @@ def test_a_method_that_a_decorator_hides_and_a_class_with_defaults_are_taken(
     load_environment("decorated:Any")()
 
 
-def test_a_users_own_environment_is_found() -> None:
+def test_environment_of_a_user_is_found() -> None:
     assert load_environment("rose.workers.environments.calculator:Calculator") is Calculator
     assert isinstance(load_environment("calculator")(), Environment)
 
 
 @given(seed=SEEDS)
 @settings(max_examples=30)
-def test_every_lake_can_be_crossed(seed: int) -> None:
+def test_every_lake_has_a_path_to_the_goal(seed: int) -> None:
     environment = load_environment("frozenlake")()
     rows = asyncio.run(environment.reset(seed, {"size": 4})).split("\n")
     assert rows[0][0] == "P" and rows[3][3] == "G"
@@ -283,7 +281,7 @@ def test_every_lake_can_be_crossed(seed: int) -> None:
     assert (3, 3) in reached
 
 
-def test_the_lakes_words_move_the_player_and_the_goal_pays() -> None:
+def test_lake_actions_move_the_player_and_the_goal_is_rewarded() -> None:
     environment = load_environment("frozenlake")()
     assert asyncio.run(environment.reset(0, {"size": 2, "frozen_share": 1.0})) == "PF\nFG"
     right, unknown, down = play(environment, ["right", "jump", "down"])
@@ -293,7 +291,7 @@ def test_the_lakes_words_move_the_player_and_the_goal_pays() -> None:
     assert down.info == {"turns": 3, "malformed": 1}
 
 
-def test_the_documented_example_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_example_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text()
     (tmp_path / "guessing.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""`rose evaluate` and environments that fail: one sentence, no figure. Nothing here comes to make an engine."""
+"""`rose evaluate` with failing environments: one sentence and no figure. No test here reaches the engine."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 
 
 class Failing:
-    """In its reset."""
+    """An environment that fails in its reset."""
 
     async def reset(self, seed: int, arguments: Mapping[str, Any]) -> Any:
         if seed == 3:
@@ -104,7 +104,7 @@ def evaluated(environment: Callable[..., object]) -> None:
         ),
     ],
 )
-def test_an_environment_that_fails_ends_the_evaluation_in_one_sentence(
+def test_failing_environment_ends_the_evaluation_with_one_sentence(
     environment: Callable[..., object], reason: str
 ) -> None:
     with pytest.raises(EnvironmentFailed, match=reason) as caught:
@@ -112,7 +112,7 @@ def test_an_environment_that_fails_ends_the_evaluation_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_one_that_blocks_all_of_them_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocking_environment_ends_the_evaluation_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rose.workers.environments.thread_runner.CLOSE_SECONDS", 0.1)
     try:
         with pytest.raises(EnvironmentFailed, match=r"Blocks blocks the thread .*step_timeout_seconds \(0\.4\)"):
@@ -121,6 +121,6 @@ def test_one_that_blocks_all_of_them_does_so_too(monkeypatch: pytest.MonkeyPatch
         Blocks.blocked.set()
 
 
-def test_arguments_that_it_does_not_take_are_the_users_to_mend() -> None:
+def test_refused_arguments_are_reported_as_a_usage_error() -> None:
     with pytest.raises(UsageError, match=r"^tasks\.arguments: there is no such size$"):
         evaluated(Refuses)

@@ -1,4 +1,4 @@
-"""The executor's pure cores: what it takes on, and what it believes a step costs."""
+"""The executor's pure cores: acceptance of turns, and the estimated cost of a step."""
 
 import random
 
@@ -52,12 +52,12 @@ def inbox(*, max_turns: int = 4, token_budget: int = 1000) -> Inbox:
     return Inbox("executor-0", 7, max_turns=max_turns, token_budget=token_budget)
 
 
-def test_a_turn_meant_for_an_earlier_start_is_dropped() -> None:
+def test_turn_for_an_earlier_incarnation_is_dropped() -> None:
     answer = inbox().on_dispatch(dispatch(incarnation=6), 0, offset=10)
     assert (answer.action, answer.reason) == (InboxAction.DROP, "incarnation")
 
 
-def test_a_turn_is_taken_once_and_its_next_attempt_is_another_turn() -> None:
+def test_turn_is_accepted_once_and_its_next_attempt_is_another_turn() -> None:
     box = inbox()
     assert box.on_dispatch(dispatch(), 0, offset=10).action is InboxAction.ACCEPT
     assert box.on_dispatch(dispatch(), 0, offset=10).action is InboxAction.DROP
@@ -69,13 +69,13 @@ def test_nothing_runs_before_a_version_is_proven() -> None:
     assert (answer.action, answer.refusal) == (InboxAction.REFUSE, Refusal.VERSION)
 
 
-def test_what_finds_no_room_is_refused_as_that() -> None:
+def test_turn_without_room_is_refused_with_that_reason() -> None:
     assert inbox(max_turns=0).on_dispatch(dispatch(), 0, offset=10).refusal is Refusal.ROOM
     assert inbox(token_budget=14).on_dispatch(dispatch(), 0, offset=10).refusal is Refusal.ROOM
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
-def test_a_dispatch_of_a_router_that_was_replaced_is_dropped(events: list[tuple[bool, int]]) -> None:
+def test_dispatch_of_a_replaced_router_is_dropped(events: list[tuple[bool, int]]) -> None:
     box, newest = inbox(max_turns=100), 0
     for number, (tombstone, claim) in enumerate(events):
         if tombstone:
@@ -86,16 +86,16 @@ def test_a_dispatch_of_a_router_that_was_replaced_is_dropped(events: list[tuple[
         newest = max(newest, claim)
 
 
-def test_a_claim_that_cannot_be_shuts_nobody_out_for_good() -> None:
+def test_impossible_fencing_token_does_not_block_later_routers() -> None:
     box = inbox()
     box.on_dispatch(dispatch("g:1", incarnation=6, claim=2**53), 0, offset=20)
     assert box.on_dispatch(dispatch("g:2", claim=12), 0, offset=21).reason == "claim"
-    box.on_claim(22)  # by the router, which sees that nobody holds what it sent
+    box.on_claim(22)  # by the router, which sees that no executor holds its dispatch
     assert box.on_dispatch(dispatch("g:2", attempt=1, claim=22), 0, offset=23).action is InboxAction.ACCEPT
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 60), st.booleans()), max_size=80))
-def test_what_is_held_never_passes_the_offer_is_listed_and_comes_back_once(
+def test_held_turns_stay_within_the_offer_are_listed_and_return_once(
     history: list[tuple[int, int, int, bool]],
 ) -> None:
     box = inbox(max_turns=3, token_budget=100)
@@ -118,7 +118,7 @@ def test_what_is_held_never_passes_the_offer_is_listed_and_comes_back_once(
     assert (len(box), box.tokens, box.listed_hashes) == (0, 0, [])
 
 
-def test_what_is_answered_takes_no_room_and_is_listed_until_that_is_stored() -> None:
+def test_answered_turn_takes_no_room_and_is_listed_until_its_result_is_stored() -> None:
     box, first, second = inbox(max_turns=1), dispatch(), dispatch(attempt=1)
     box.on_dispatch(first, 0, offset=10)
     box.on_answer_sent(box.release(first.key).key)
@@ -131,7 +131,7 @@ def test_what_is_answered_takes_no_room_and_is_listed_until_that_is_stored() -> 
         assert (box.listed_turns, box.listed_hashes) == (1, [held_hash(second.key)])
 
 
-def test_however_much_is_not_stored_a_heartbeat_can_be_written_and_lists_what_is_held() -> None:
+def test_heartbeat_is_writable_and_lists_held_turns_with_any_unstored_results() -> None:
     box = inbox()
     for number in range(MAX_HELD_TURNS):
         box.on_answer_sent(TurnKey("g:1", 0, number))
@@ -144,7 +144,7 @@ def test_however_much_is_not_stored_a_heartbeat_can_be_written_and_lists_what_is
     per_token=st.floats(1e-6, 1e-3),
     sizes=st.lists(st.integers(1, 500), min_size=30, max_size=60).filter(lambda sizes: max(sizes) > 4 * min(sizes)),
 )
-def test_the_fit_finds_a_linear_cost(base: float, per_token: float, sizes: list[int]) -> None:
+def test_cost_fit_finds_a_linear_cost(base: float, per_token: float, sizes: list[int]) -> None:
     cost = StepCost(base_seconds=1.0, token_seconds=1.0)
     for tokens in sizes:
         cost.observe(tokens, base + per_token * tokens)
@@ -163,8 +163,8 @@ def test_every_rate_stays_finite_and_positive(steps: list[tuple[int, float]]) ->
 
 @pytest.mark.parametrize("sizes", [(15, 16), (1, 2), (16,) * 19 + (15,)])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_token_costs_is_remembered_while_an_engine_decodes_alone(sizes: tuple[int, ...], seed: int) -> None:
-    """Steps of like size tell it from noise alone: then the next prompt would be let whole into one step."""
+def test_prefill_token_cost_is_remembered_during_pure_decoding(sizes: tuple[int, ...], seed: int) -> None:
+    """Only noise distinguishes steps of equal size; without memory the next prompt would fill one step."""
     draw, cost, bound = random.Random(seed), StepCost(base_seconds=0.01, token_seconds=0.0001), 0.02
 
     def taken(tokens: int) -> float:
@@ -178,7 +178,7 @@ def test_what_a_token_costs_is_remembered_while_an_engine_decodes_alone(sizes: t
         assert 0.008 + 0.0003 * cost.tokens_within(bound) < bound
 
 
-def test_an_engine_that_nothing_larger_was_seen_of_grows_its_steps_by_and_by() -> None:
+def test_step_size_grows_gradually_beyond_observed_sizes() -> None:
     cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
     for taken in (0.00301, 0.003, 0.00299):
         cost.observe(10, taken)
@@ -186,10 +186,10 @@ def test_an_engine_that_nothing_larger_was_seen_of_grows_its_steps_by_and_by() -
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_processor_that_is_taken_away_now_and_then_leaves_an_engine_steps_that_are_worth_their_fixed_cost(
+def test_step_size_stays_worth_the_fixed_cost_under_cpu_preemption(
     seed: int,
 ) -> None:
-    """One step in fifty waits for it. With no more than a token in each, as many were late and hardly one was made."""
+    """One step in fifty is delayed. With one token per step, as many were delayed and almost no step was made."""
     draw, cost, bound = random.Random(seed), StepCost(base_seconds=0.01, token_seconds=0.0001), 0.02
     made, now = 0, 0.0
     for _ in range(5000):
@@ -201,15 +201,15 @@ def test_a_processor_that_is_taken_away_now_and_then_leaves_an_engine_steps_that
     assert made / now > 0.4 * 16 / (0.008 + 0.0003 * 16)
 
 
-def test_heartbeats_are_numbered_list_what_is_held_and_count_each_cut_once() -> None:
-    box, beats = inbox(), HeartbeatWriter(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
+def test_heartbeats_are_numbered_list_held_turns_and_count_each_cut_once() -> None:
+    box, writer = inbox(), HeartbeatWriter(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
     box.on_dispatch(dispatch(), 0, offset=10)
     tick = EngineStatus(
         0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0, lending=LendingStats(cuts=2, frozen=True), seeded=False
     )
-    beats.on_status(tick)
-    said = [
-        beats.next_heartbeat(
+    writer.on_status(tick)
+    heartbeats = [
+        writer.next_heartbeat(
             tick,
             box,
             state=ExecutorState.READY,
@@ -219,14 +219,19 @@ def test_heartbeats_are_numbered_list_what_is_held_and_count_each_cut_once() -> 
             refused=(4, "off by 2"),
             swap_seconds=0.5,
         ),
-        beats.next_heartbeat(
+        writer.next_heartbeat(
             tick, box, state=ExecutorState.STOPPING, version=0, pause_reason="it stops", now=2.0, turns=[]
         ),
     ]
-    assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded) for beat in said] == [
+    assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded) for beat in heartbeats] == [
         (0, 2, True, False),
         (1, 2, True, False),
     ]
-    assert [beat.holds for beat in said] == [packed_hashes(box.listed_hashes), b""]
-    assert (said[0].incarnation, said[0].slot, said[0].swap_seconds, said[0].refused_version) == (7, 3, 0.5, 4)
-    assert said[1].paused_reason == "it stops" and decode(SlackHeartbeat, encode(said[1])) == said[1]
+    assert [beat.holds for beat in heartbeats] == [packed_hashes(box.listed_hashes), b""]
+    assert (
+        heartbeats[0].incarnation,
+        heartbeats[0].slot,
+        heartbeats[0].swap_seconds,
+        heartbeats[0].refused_version,
+    ) == (7, 3, 0.5, 4)
+    assert heartbeats[1].paused_reason == "it stops" and decode(SlackHeartbeat, encode(heartbeats[1])) == heartbeats[1]

@@ -1,4 +1,4 @@
-"""The engine's side of an executor, over an engine that the test plays: bounded ticks, and turns that go back."""
+"""The engine side of an executor over a scripted engine: bounded ticks, and returned turns."""
 
 import time
 from collections.abc import Iterator
@@ -27,21 +27,21 @@ from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 from rose.workers.executor.vllm.types import FinishedTurn
 
 SLOW_SECONDS = 0.05
-"""Of a piece of preparing that met something."""
+"""Seconds of a delayed staging piece."""
 
 TAKE_SECONDS = 0.01
-"""That a turn's context takes, at least."""
+"""Least seconds to accept the context of a turn."""
 
 
-class PlayedEngine:
+class ScriptedEngine:
     version, devices = 0, 1
 
     def __init__(self) -> None:
         self.turns: list[str] = []
         self.steps: list[int] = []
-        """Of each, how many turns were in it."""
+        """Number of turns in each step."""
         self.pieces: list[float] = []
-        """Seconds of those that a version is prepared in."""
+        """Seconds of the staging pieces of a version."""
 
     def __len__(self) -> int:
         return len(self.turns)
@@ -75,8 +75,8 @@ class PlayedEngine:
 
 
 @pytest.fixture
-def engine() -> PlayedEngine:
-    return PlayedEngine()
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def channel() -> ChannelFds:
 
 
 @pytest.fixture
-def host(engine: PlayedEngine, channel: ChannelFds) -> EngineLoop:
+def host(engine: ScriptedEngine, channel: ChannelFds) -> EngineLoop:
     played: Any = engine
     return EngineLoop(
         played, channel, MessageSender(RingBuffer(channel.reports)), StepCost(**INITIAL_COST), status_seconds=0.1
@@ -93,13 +93,13 @@ def host(engine: PlayedEngine, channel: ChannelFds) -> EngineLoop:
 
 
 def dispatch(channel: ChannelFds, turns: int) -> None:
-    orders = MessageSender(RingBuffer(channel.commands))
+    commands = MessageSender(RingBuffer(channel.commands))
     for number in range(turns):
-        orders.send(SubmitTurn(f"turn {number}", pack_tokens([1, 2]), Sampling(max_tokens=4), 0))
+        commands.send(SubmitTurn(f"turn {number}", pack_tokens([1, 2]), Sampling(max_tokens=4), 0))
 
 
-def test_turns_that_come_at_once_are_taken_in_over_several_ticks_of_a_guest(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+def test_burst_of_turns_is_accepted_over_several_guest_ticks(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 12)
     before = 0
@@ -112,10 +112,10 @@ def test_turns_that_come_at_once_are_taken_in_over_several_ticks_of_a_guest(
     assert engine.steps == [12]
 
 
-def test_a_turn_that_was_meant_for_the_guest_before_goes_back_untouched_and_nobody_is_to_blame(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+def test_turn_for_an_earlier_guest_goes_back_untouched_without_a_failure(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
-    """Who gave it was stopped while that one was parked and another was built, which serves nothing yet."""
+    """The executor stopped while the earlier guest was parked and the next was built, which serves no version yet."""
     engine.version = -1
     dispatch(channel, 1)
     host.tick()
@@ -125,16 +125,16 @@ def test_a_turn_that_was_meant_for_the_guest_before_goes_back_untouched_and_nobo
     assert done.reason == "version -1 serves, not 0" and engine.turns == []
 
 
-def test_an_executor_of_its_own_takes_them_in_at_once(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+def test_burst_of_turns_is_accepted_at_once_by_a_dedicated_executor(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 4)
     host.tick()
     assert engine.steps == [4]
 
 
-def test_turns_are_charged_the_time_of_every_device_that_their_steps_ran_on(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+def test_turns_are_charged_for_every_device_of_their_steps(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     engine.devices = 2
     dispatch(channel, 2)
@@ -151,10 +151,10 @@ def test_turns_are_charged_the_time_of_every_device_that_their_steps_ran_on(
     assert charged == [pytest.approx(steps * 2 * 0.001 / 2)] * 2
 
 
-def test_what_comes_with_orders_waits_for_its_own_turn(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+def test_next_work_is_interruptible_with_a_pending_command_and_then_atomic(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
-    """Orders are let in without a price: neither a piece of preparing nor a step is beside them, where none was let."""
+    """Commands are handled without admission: without a permit neither a staging piece nor a step runs beside them."""
     engine.pieces = [0.0] * 2
     MessageSender(RingBuffer(channel.commands)).send(StageWeights(1, 0, ()))
     assert host.next_work.kind is WorkKind.INTERRUPTIBLE
@@ -167,8 +167,8 @@ def test_what_comes_with_orders_waits_for_its_own_turn(
     assert engine.steps == [1]
 
 
-def test_a_slow_piece_of_preparing_does_not_price_all_that_come_after_it(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+def test_slow_staging_piece_does_not_raise_the_price_of_later_pieces(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     engine.pieces = [*[0.0] * 20, SLOW_SECONDS, *[0.0] * 60]
     MessageSender(RingBuffer(channel.commands)).send(StageWeights(1, 0, ()))
@@ -180,8 +180,8 @@ def test_a_slow_piece_of_preparing_does_not_price_all_that_come_after_it(
     assert priced[-2] < 0.1 * SLOW_SECONDS
 
 
-def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+def test_aborted_turns_are_reported_once_the_reader_returns(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds
 ) -> None:
     dispatch(channel, 2)
     host.tick()
@@ -202,17 +202,17 @@ def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(
     for _ in RingBuffer(channel.reports).read():
         pass
     host.tick()
-    said = [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
-    assert {report.turn.name for report in said if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
+    decoded_reports = [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
+    assert {report.turn.name for report in decoded_reports if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
 
 
-def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch
+def test_paused_step_sends_heartbeats_and_finishes_for_an_aborted_turn(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn that comes meanwhile waits for the step's end, and ends nothing."""
+    """A turn that arrives meanwhile waits for the end of the step, and ends nothing."""
     dispatch(channel, 1)
     host.tick()
-    reports, orders = RingBuffer(channel.reports), MessageSender(RingBuffer(channel.commands))
+    reports, commands = RingBuffer(channel.reports), MessageSender(RingBuffer(channel.commands))
     list(reports.read())
     stood: list[bool] = []
     later = time.monotonic()
@@ -228,27 +228,27 @@ def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
         ):
             later += 0.2
             if order is not None:
-                orders.send(order)
+                commands.send(order)
             stood.append(host.tick_mid_step(blocked=True))
         return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
 
     monkeypatch.setattr(engine, "step", step)
     host.tick()
     assert stood == [True, True, True, False] and host.granted_bytes == 0
-    heard = [REPORT_DECODER.decode(message) for message in reports.read()]
-    assert sum(isinstance(report, EngineStatus) for report in heard) == 4
-    assert isinstance(heard[-1], TurnFinished) and heard[-1].turn.name == "turn 0", "as soon as the step is made"
+    received = [REPORT_DECODER.decode(message) for message in reports.read()]
+    assert sum(isinstance(report, EngineStatus) for report in received) == 4
+    assert isinstance(received[-1], TurnFinished) and received[-1].turn.name == "turn 0", "as soon as the step is made"
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_step_that_stands_still_is_held_from_when_it_might_last_go_on(
-    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+def test_hold_time_of_a_paused_step_counts_from_its_last_chance_to_resume(
+    host: EngineLoop, engine: ScriptedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    """Else who is let compute now and then would lose its turns, and one who never is would be given others."""
+    """Otherwise a guest that computes now and then would lose its turns, and a guest that never does would get more."""
     reports = RingBuffer(channel.reports)
     dispatch(channel, 1)
     host.tick()
-    later = time.monotonic() + 4.0  # it was held for so long before
+    later = time.monotonic() + 4.0  # the time of the hold before
     monkeypatch.setattr("rose.workers.executor.engine_loop.time.monotonic", lambda: later)
     list(reports.read())
 

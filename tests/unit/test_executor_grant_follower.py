@@ -1,4 +1,4 @@
-"""A lender that waits for its grants is alive, however long the broker is away."""
+"""A lender that waits for its grants is alive during any broker outage."""
 
 from threading import Event, Thread
 
@@ -11,10 +11,10 @@ from rose.workers.executor.grants import GrantFollower, Lease
 from tests.support.waiting import until
 
 
-def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executor_that_waits_for_grants_is_alive_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     now, stop = 0.0, Event()
     monkeypatch.setattr(grants, "HEALTH", of_process := health.Health(lambda: now))
-    monkeypatch.setattr(reader, "WATERMARKS_SECONDS", 0.1)  # who stops waits for an answer as long as one is asked for
+    monkeypatch.setattr(reader, "WATERMARKS_SECONDS", 0.1)  # a stop waits for an answer as long as one query takes
     lender = GrantFollower(BusSettings("127.0.0.1:1"), "executor-3", Lease("job", grant_required=False))
     waiting = Thread(target=lender.wait_until_read, args=(stop,))
     waiting.start()

@@ -1,4 +1,4 @@
-"""Whether an executor takes turns, and at the channel of one that is parked every turn is answered."""
+"""Intake of turns by an executor; at the channel of a parked lender every turn is answered."""
 
 import os
 
@@ -30,12 +30,12 @@ TICK = EngineStatus(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0)
 
 
 PARKED, HELD = (
-    msgspec.structs.replace(TICK, **said)
-    for said in ({"suspended_reason": "it is built"}, {"blocked_seconds": MAX_BLOCKED_SECONDS})
+    msgspec.structs.replace(TICK, **changes)
+    for changes in ({"suspended_reason": "it is built"}, {"blocked_seconds": MAX_BLOCKED_SECONDS})
 )
 
 
-def test_with_leave_it_lends_and_what_closes_it_says_why() -> None:
+def test_gate_is_open_with_permission_and_closed_with_a_reason() -> None:
     for tick, leave, why in (
         (TICK, UNRESTRICTED, ""),
         (TICK, Permission(denied_reason="its grant ran out"), "its grant ran out"),
@@ -49,7 +49,7 @@ def test_with_leave_it_lends_and_what_closes_it_says_why() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([TICK, PARKED, HELD]), st.booleans(), st.booleans(), st.booleans())))
-def test_what_runs_goes_on_only_where_it_is_drained_has_time_and_can_and_no_guest_is_parked_under_it(
+def test_running_turns_continue_only_in_a_drain_with_time_and_a_live_guest(
     history: list[tuple[EngineStatus, bool, bool, bool]],
 ) -> None:
     leave = UNRESTRICTED
@@ -68,14 +68,14 @@ def test_what_runs_goes_on_only_where_it_is_drained_has_time_and_can_and_no_gues
 
 
 @given(st.integers(0, 2000), st.integers(0, 200))
-def test_a_leave_never_raises_what_there_is(kv_bytes: int, token_budget: int) -> None:
+def test_permission_never_raises_the_available_tokens(kv_bytes: int, token_budget: int) -> None:
     tokens = allowed_tokens(TICK, Permission(kv_bytes=kv_bytes, token_budget=token_budget))
     assert tokens <= allowed_tokens(TICK, UNRESTRICTED) == 100
     assert not kv_bytes or 10 * tokens <= kv_bytes
     assert not token_budget or tokens <= token_budget
 
 
-def test_what_a_leave_says_of_bytes_is_told_to_the_guest_and_told_again_when_it_changes() -> None:
+def test_kv_bytes_of_a_permission_are_sent_to_the_guest_on_every_change() -> None:
     newest = Permission(kv_bytes=500)
     gate = IntakeGate(lambda: newest, lends=True)
     assert gate.update(TICK, busy=True) == Resume(500) and gate.update(TICK, busy=True) is None
@@ -87,13 +87,17 @@ def test_what_a_leave_says_of_bytes_is_told_to_the_guest_and_told_again_when_it_
     assert gate.update(TICK, busy=True) == Suspend() and gate.update(TICK, busy=True) is None
 
 
-def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> None:
-    orders, reports = create_ring_memory(1 << 12, "orders"), create_ring_memory(1 << 12, "reports")
+def test_parked_lender_hands_turns_back_and_wakes_on_a_grant() -> None:
+    commands, reports = create_ring_memory(1 << 12, "orders"), create_ring_memory(1 << 12, "reports")
     serving = ServingStats(5, 2, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
     parked = SuspendedEngine(
-        RingBuffer(orders), MessageSender(RingBuffer(reports)), lambda: serving, lambda: "a reason", status_seconds=0.0
+        RingBuffer(commands),
+        MessageSender(RingBuffer(reports)),
+        lambda: serving,
+        lambda: "a reason",
+        status_seconds=0.0,
     )
-    said, heard = MessageSender(RingBuffer(orders)), RingBuffer(reports)
+    sender, received = MessageSender(RingBuffer(commands)), RingBuffer(reports)
     for word in (
         SubmitTurn("t", b"", Sampling(max_tokens=1), 3),
         AbortTurn("t"),
@@ -101,10 +105,10 @@ def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> No
         ActivateWeights(3),
         Resume(),
     ):
-        said.send(word)
+        sender.send(word)
     assert parked.busy and not parked.granted_bytes
     parked.tick()
-    done, tick = map(REPORT_DECODER.decode, heard.read())
+    done, tick = map(REPORT_DECODER.decode, received.read())
     assert isinstance(done, TurnFinished) and done == aborted_before_start("t", done.turn.times.finished_at)
     assert isinstance(tick, EngineStatus) and (tick.suspended_reason, tick.version, tick.serving) == (
         "a reason",
@@ -112,8 +116,8 @@ def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> No
         serving,
     )
     assert parked.granted_bytes and not parked.busy
-    said.send(Suspend())
+    sender.send(Suspend())
     parked.tick_idle(blocked=True)
     assert not parked.granted_bytes
-    os.close(orders)
+    os.close(commands)
     os.close(reports)

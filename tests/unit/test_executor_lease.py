@@ -1,4 +1,4 @@
-"""A lease: what was granted, by whom, for how long by the executor's own clock."""
+"""A lease: the grant, its source, and its duration by the executor's own clock."""
 
 from dataclasses import replace
 
@@ -34,12 +34,12 @@ def of(*taken: CapacityGrant, needed: bool = False, seen: bool = True, now: floa
     return lease
 
 
-def test_without_a_grant_it_lends_all_unless_it_needs_one() -> None:
+def test_lender_without_grant_lends_fully_unless_a_grant_is_required() -> None:
     assert of().permission(0.0) == UNRESTRICTED
     assert "needs one" in str(of(needed=True).permission(0.0).denied_reason)
 
 
-def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
+def test_lease_expires_by_the_clock_of_the_lender_and_is_renewed() -> None:
     lease = of(grant(at=1e9), now=100.0)
     assert not lease.permission(129.9).denied_reason and lease.permission(129.9).kv_bytes == 7
     assert "its grant ran out" in str(lease.permission(130.0).denied_reason)
@@ -49,14 +49,14 @@ def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
     assert lease.permission(155.0).denied_reason
 
 
-def test_what_was_read_back_holds_nothing_before_it_is_renewed() -> None:
+def test_lease_read_back_is_not_valid_before_its_renewal() -> None:
     lease = of(grant(), seen=False)
     assert "not renewed" in str(lease.permission(0.0).denied_reason)
     lease.on_grant(grant(at=1.0), 5.0, source=GrantSource.LEASED, live=True)
     assert not lease.permission(5.0).denied_reason
 
 
-def test_what_is_read_again_after_trouble_with_the_bus_begins_no_new_lease_and_ends_none() -> None:
+def test_grants_read_again_after_an_error_neither_start_nor_end_a_lease() -> None:
     lease = of(grant(), now=0.0)
     lease.on_grant(grant(), 20.0, source=GrantSource.LEASED, live=False)
     assert not lease.permission(29.0).denied_reason
@@ -64,7 +64,7 @@ def test_what_is_read_again_after_trouble_with_the_bus_begins_no_new_lease_and_e
     assert lease.permission(30.0).denied_reason
 
 
-def test_a_renewal_that_was_not_seen_ends_no_lease_and_makes_none_longer() -> None:
+def test_unseen_renewal_neither_ends_nor_extends_a_lease() -> None:
     lease = of(grant(), now=0.0)
     lease.on_grant(grant(at=10.0), 10.0, source=GrantSource.LEASED, live=False)
     assert not lease.permission(29.9).denied_reason
@@ -73,13 +73,13 @@ def test_a_renewal_that_was_not_seen_ends_no_lease_and_makes_none_longer() -> No
     assert not lease.permission(24.9).denied_reason and lease.permission(25.0).denied_reason, "a shorter one is shorter"
 
 
-def test_what_was_not_seen_and_says_something_new_holds_nothing() -> None:
+def test_unseen_changed_grant_is_not_valid() -> None:
     lease = of(grant(), now=0.0)
     lease.on_grant(msgspec.structs.replace(grant(at=10.0), token_budget=9), 10.0, source=GrantSource.LEASED, live=False)
     assert "not renewed" in str(lease.permission(10.0).denied_reason)
 
 
-def test_a_grant_by_hand_holds_across_starts_and_overrides_until_it_is_deleted() -> None:
+def test_manual_grant_survives_restarts_and_overrides_until_deleted() -> None:
     lease = of(grant(lend=False, lease=0.0, reason="night"), seen=False)
     lease.on_grant(grant(), 0.0, source=GrantSource.LEASED, live=True)
     assert lease.permission(1.0).denied_reason == "a grant parked it: night"
@@ -89,24 +89,24 @@ def test_a_grant_by_hand_holds_across_starts_and_overrides_until_it_is_deleted()
     assert not lease.permission(1e6).denied_reason, "it does not run out"
 
 
-def test_who_followed_leases_lends_nothing_once_they_are_deleted_before_it_is_told_again() -> None:
-    for told in (grant(), grant(lend=False)):
+def test_lender_with_deleted_leases_lends_nothing_before_a_new_grant() -> None:
+    for new_grant in (grant(), grant(lend=False)):
         for seen in (True, False):
-            lease = of(told, seen=seen, now=0.0)
+            lease = of(new_grant, seen=seen, now=0.0)
             assert lease.on_grant(None, 5.0, source=GrantSource.LEASED, live=seen)
             assert lease.permission(5.0).denied_reason and lease.permission(1e6).denied_reason
             lease.on_grant(grant(at=6.0), 6.0, source=GrantSource.LEASED, live=True)
             assert not lease.permission(6.0).denied_reason
 
 
-def test_a_grant_that_names_another_job_parks_it() -> None:
+def test_grant_for_another_job_parks_the_lender() -> None:
     refused = str(of(grant(job="ns.:other")).permission(0.0).denied_reason)
     assert "ns.:other" in refused and JOB in refused
 
 
-# What was granted at the same moment in the same words is the same grant, read again.
+# An equal grant with an equal timestamp is the same grant, read again.
 @given(st.lists(st.tuples(st.floats(0.01, 20.0), st.booleans(), st.floats(1.0, 30.0)), max_size=20), st.floats(0, 100))
-def test_nobody_lends_longer_than_a_lease_after_the_last_renewal_that_was_seen(
+def test_lending_ends_one_lease_after_the_last_seen_renewal(
     renewals: list[tuple[float, bool, float]], after: float
 ) -> None:
     lease, now, until = Lease(JOB, grant_required=False), 0.0, 0.0
@@ -124,27 +124,27 @@ def drain(seconds: float = 0.0) -> CapacityGrant:
     )
 
 
-def test_a_drain_overrides_all_leaves_its_time_once_and_leaves_what_was_granted_as_it_was() -> None:
+def test_drain_overrides_grants_gives_its_time_once_and_keeps_the_grants() -> None:
     lease = of(grant(lease=0.0, job=""), now=0.0)
     assert lease.on_grant(drain(60.0), 10.0, source=GrantSource.DRAIN, live=True)
-    lease.on_grant(drain(60.0), 50.0, source=GrantSource.DRAIN, live=False)  # read again after trouble with the bus
-    said = [lease.permission(now) for now in (10.0, 69.9, 70.0)]
-    assert {each.denied_reason for each in said} == {"it is drained: disk"}
-    assert [each.may_finish for each in said] == [True, True, False]
+    lease.on_grant(drain(60.0), 50.0, source=GrantSource.DRAIN, live=False)  # read again after a bus error
+    permissions = [lease.permission(now) for now in (10.0, 69.9, 70.0)]
+    assert {each.denied_reason for each in permissions} == {"it is drained: disk"}
+    assert [each.may_finish for each in permissions] == [True, True, False]
     lease.on_grant(None, 80.0, source=GrantSource.DRAIN, live=True)
     assert (lease.permission(80.0).denied_reason, lease.permission(80.0).kv_bytes) == (None, 7)
 
 
-def test_who_is_no_lender_follows_a_drain_and_nothing_else() -> None:
+def test_dedicated_executor_follows_only_drains() -> None:
     lease = Lease()
-    for voice in (GrantSource.LEASED, GrantSource.BY_HAND):
-        lease.on_grant(grant(lend=False), 0.0, source=voice, live=True)
+    for grant_source in (GrantSource.LEASED, GrantSource.BY_HAND):
+        lease.on_grant(grant(lend=False), 0.0, source=grant_source, live=True)
     assert lease.permission(0.0) == UNRESTRICTED
     lease.on_grant(drain(), 0.0, source=GrantSource.DRAIN, live=False)
     assert lease.permission(0.0).denied_reason and not lease.permission(0.0).may_finish
 
 
-def test_the_cell_that_was_named_last_holds_for_everybody_and_changes_nothing_else() -> None:
+def test_newest_cell_grant_applies_to_every_executor_kind_and_changes_only_the_cell() -> None:
     for lease in (Lease(), of(grant(lend=False, lease=0.0, reason="night"))):
         before = lease.permission(0.0)
         for cell in (3, 1):
@@ -156,6 +156,6 @@ def test_the_cell_that_was_named_last_holds_for_everybody_and_changes_nothing_el
 
 
 @given(st.sampled_from(GrantSource), st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True))
-def test_a_key_says_who_speaks_of_whom(voice: GrantSource, worker: str) -> None:
-    assert parse_grant_key(grant_key(worker, voice)) == (worker, voice)
+def test_grant_key_names_source_and_executor(grant_source: GrantSource, worker: str) -> None:
+    assert parse_grant_key(grant_key(worker, grant_source)) == (worker, grant_source)
     assert parse_grant_key(f"{worker}/else") == (worker, None)

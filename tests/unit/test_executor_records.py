@@ -1,4 +1,4 @@
-"""A turn sampled in parts is the turn sampled in one."""
+"""A turn sampled in parts equals the turn sampled at once."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from rose.workers.executor.records import concatenate_parts, dispatch_error, rem
 from tests.support.routing_fixtures import dispatched, request
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)
-"""Each with its logprob and, sorted, the version that sampled it."""
+"""Tokens with logprobs and, sorted, the version that sampled each."""
 Token = tuple[int, float, int]
 
 
@@ -39,7 +39,7 @@ def in_order(tokens: list[Token]) -> list[Token]:
 
 
 @given(TOKENS.map(in_order), st.lists(st.integers(0, 40), max_size=6))
-def test_however_it_was_cut_the_whole_is_the_same(tokens: list[Token], cuts: list[int]) -> None:
+def test_partial_turns_concatenate_to_the_same_result_at_any_cut(tokens: list[Token], cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     so_far: Part | None = None
     for start, end in pairwise(places):
@@ -50,23 +50,24 @@ def test_however_it_was_cut_the_whole_is_the_same(tokens: list[Token], cuts: lis
 
 
 @given(TOKENS.map(in_order), TOKENS.map(in_order), TOKENS.map(in_order))
-def test_it_does_not_matter_who_joins_first(one: list[Token], two: list[Token], three: list[Token]) -> None:
+def test_concatenation_of_partial_turns_is_associative(one: list[Token], two: list[Token], three: list[Token]) -> None:
     a, b, c = part_of(one), part_of(two), part_of(three)
     assert concatenate_parts(concatenate_parts(a, b), c) == concatenate_parts(a, concatenate_parts(b, c))
 
 
 @given(TOKENS.map(in_order), st.integers(1, 30), st.integers(1, 60))
-def test_the_engine_begins_behind_what_was_sampled_and_samples_the_rest(
-    tokens: list[Token], context: int, most: int
-) -> None:
-    asked = dispatched(request("g0:0", context=context, max_tokens=most))
-    whole = asked.request.appended
-    assert (resumed_context(asked, whole), remaining_sampling(asked)) == (whole, asked.request.sampling)
+def test_engine_resumes_behind_the_sampled_tokens(tokens: list[Token], context: int, most: int) -> None:
+    dispatch_of_turn = dispatched(request("g0:0", context=context, max_tokens=most))
+    whole = dispatch_of_turn.request.appended
+    assert (resumed_context(dispatch_of_turn, whole), remaining_sampling(dispatch_of_turn)) == (
+        whole,
+        dispatch_of_turn.request.sampling,
+    )
     part = part_of(tokens)
-    dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(asked, begun=part)))
+    dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(dispatch_of_turn, begun=part)))
     assert resumed_context(dispatch, whole) == whole + part.tokens
     assert remaining_sampling(dispatch).max_tokens + count(part.tokens) == most
-    assert msgspec.structs.replace(remaining_sampling(dispatch), max_tokens=most) == asked.request.sampling
+    assert msgspec.structs.replace(remaining_sampling(dispatch), max_tokens=most) == dispatch_of_turn.request.sampling
 
 
 def test_device_seconds_add_up_by_class() -> None:
@@ -76,18 +77,18 @@ def test_device_seconds_add_up_by_class() -> None:
 
 
 @pytest.mark.parametrize("end", [0, 2])
-def test_a_part_whose_spans_do_not_cover_it_is_told(end: int) -> None:
+def test_partial_turn_with_incomplete_spans_is_reported(end: int) -> None:
     part = part_of([(1, -1.0, 3)])
     assert msgspec.structs.replace(part, spans=(VersionSpan(0, end, 3),)).validation_error
 
 
-def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
-    asked = dispatched(request("g0:0", max_tokens=MAX_SPANS + 1))
-    assert not dispatch_error(asked, homes=1)
+def test_unanswerable_turn_is_refused_before_acceptance() -> None:
+    dispatch_of_turn = dispatched(request("g0:0", max_tokens=MAX_SPANS + 1))
+    assert not dispatch_error(dispatch_of_turn, homes=1)
     assert "home 7" in str(dispatch_error(dispatched(request("g0:0", home=7)), homes=7))
     one, many = part_of([(1, -1.0, 3)]), part_of([(1, -1.0, version) for version in range(MAX_SPANS)])
     classes = {f"class-{number}": 1.0 for number in range(MAX_WORKER_CLASSES)}
-    for begun, told in (
+    for partial, refused in (
         (one, ""),
         (msgspec.structs.replace(one, device_seconds={"serving": MAX_DEVICE_SECONDS}), ""),
         (msgspec.structs.replace(one, logprobs=b""), "malformed"),
@@ -95,9 +96,9 @@ def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
         (msgspec.structs.replace(one, device_seconds={"serving": 1e12}), "device-seconds"),
         (many, "2048 spans"),
     ):
-        dispatch = msgspec.structs.replace(asked, begun=begun)
+        dispatch = msgspec.structs.replace(dispatch_of_turn, begun=partial)
         flaw = dispatch_error(dispatch, homes=1)
-        assert told in flaw if flaw else not told
+        assert refused in flaw if flaw else not refused
         if not flaw:
             whole = concatenate_parts(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": MAX_DEVICE_SECONDS}))
             assert encode(msgspec.structs.replace(dispatch, begun=whole))

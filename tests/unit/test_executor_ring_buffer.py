@@ -1,4 +1,4 @@
-"""Messages over shared memory: whole, in order, and nobody ever waits."""
+"""Messages over shared memory: complete, in order, and without any wait."""
 
 import os
 from contextlib import suppress
@@ -27,23 +27,23 @@ def ends() -> tuple[RingBuffer, RingBuffer]:
 
 
 @given(st.lists(st.one_of(st.binary(max_size=CAPACITY), st.just(None)), max_size=60))
-def test_what_fits_is_read_as_it_was_written_and_what_does_not_is_refused_whole(deeds: list[bytes | None]) -> None:
-    """None: the reader reads."""
+def test_fitting_message_round_trips_and_a_too_large_message_is_refused(actions: list[bytes | None]) -> None:
+    """None lets the reader read."""
     writer, reader = ends()
     expected: list[bytes] = []
-    for deed in deeds:
-        if deed is None:
+    for action in actions:
+        if action is None:
             assert bool(reader) == bool(expected)
             assert list(reader.read()) == expected
             expected.clear()
             continue
         room = CAPACITY - sum(LENGTH.size + len(message) for message in expected)
-        if LENGTH.size + len(deed) <= room:
-            writer.write(deed)
-            expected.append(deed)
+        if LENGTH.size + len(action) <= room:
+            writer.write(action)
+            expected.append(action)
         else:
             with pytest.raises(RingBufferFull):
-                writer.write(deed)
+                writer.write(action)
     assert list(reader.read()) == expected
 
 
@@ -71,7 +71,7 @@ def test_another_process_reads_while_this_one_writes() -> None:
     assert list(RingBuffer(back).read()) == [b"%d" % count]
 
 
-def test_memory_that_could_be_taken_away_is_no_line() -> None:
+def test_memory_that_may_shrink_is_refused_as_a_ring_buffer() -> None:
     descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, HEADER_BYTES + CAPACITY)
     with pytest.raises(SharedMemoryInvalid):
@@ -84,7 +84,7 @@ def test_memory_that_could_be_taken_away_is_no_line() -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES + CAPACITY, max_size=HEADER_BYTES + CAPACITY))
-def test_whatever_lies_on_a_line_reading_it_ends(content: bytes) -> None:
+def test_reading_a_ring_buffer_of_any_bytes_terminates(content: bytes) -> None:
     descriptor = create_ring_memory(CAPACITY, "test")
     os.pwrite(descriptor, content, 0)
     line = RingBuffer(descriptor)

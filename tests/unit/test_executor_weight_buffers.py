@@ -1,4 +1,4 @@
-"""Versions in shared memory: what is laid is what lies there, whatever lay there before."""
+"""Versions in shared memory: read tensors equal the written tensors, after any earlier content."""
 
 import os
 
@@ -14,7 +14,9 @@ VERSIONS = st.dictionaries(st.text(min_size=1, max_size=4), st.tuples(SHAPES, st
 
 
 @given(st.lists(VERSIONS, min_size=1, max_size=4))
-def test_what_is_laid_is_what_lies_there(versions: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> None:
+def test_staged_tensors_equal_the_written_tensors(
+    versions: list[dict[str, tuple[tuple[int, ...], torch.dtype]]],
+) -> None:
     buffer = os.memfd_create("test")
     for version in versions:
         tensors = {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in version.items()}
@@ -27,8 +29,8 @@ def test_what_is_laid_is_what_lies_there(versions: list[dict[str, tuple[tuple[in
     os.close(buffer)
 
 
-def test_another_version_on_a_slab_is_seen_by_whoever_still_looks_at_it() -> None:
-    """Hence two buffers: nothing is copied on the way."""
+def test_overwritten_weight_buffer_is_detected_by_its_reader() -> None:
+    """The engine therefore has two buffers: nothing is copied on the way."""
     buffer = os.memfd_create("test")
     ((_, first),) = StagedTensors(buffer, write_tensors(buffer, {"w": torch.zeros(3)}))
     write_tensors(buffer, {"w": torch.ones(3)})

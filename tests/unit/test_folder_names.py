@@ -1,4 +1,4 @@
-"""A version has the tensors of the model's folder, whatever transformers calls them; what could not, is refused."""
+"""A version has the tensors of the model folder under any names of transformers; impossible folders are refused."""
 
 import json
 from collections.abc import Callable
@@ -21,14 +21,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
-    """Change what a folder holds."""
+    """Change the tensors of a folder."""
     tensors = load_file(folder / WHOLE)
     change(tensors)
     save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
 
 
 def gpt2_as_it_was_published(folder: Path) -> None:
-    """Without the name of the base model, and with the masks of its attention."""
+    """Write GPT-2 without the base-model prefix and with its attention masks."""
     tiny_policy("gpt2", folder)
 
     def older(tensors: Tensors) -> None:
@@ -42,7 +42,7 @@ def gpt2_as_it_was_published(folder: Path) -> None:
 
 
 def pythia_as_it_was_published(folder: Path) -> None:
-    """Its head is called otherwise, and its masks are truth values."""
+    """Write Pythia with another name of its head and boolean masks."""
     tiny_policy("gpt_neox", folder)
 
     def older(tensors: Tensors) -> None:
@@ -112,14 +112,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def held(folder: Path) -> Tensors:
-    """What everybody should take for the folder's tensors, integers and all."""
+    """Return the tensors of the folder, integers included."""
     index = folder / INDEX
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WHOLE]
     return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
 
 
 def trained(folder: Path) -> tuple[Any, FolderTensors]:
-    """A policy that is another than that of the folder."""
+    """Return a policy that differs from the folder."""
     model = load_policy(folder).eval()
     tensors = FolderTensors(model, folder)
     torch.manual_seed(7)
@@ -135,7 +135,7 @@ def logits(model: Any) -> torch.Tensor:
     return result
 
 
-def test_a_version_is_what_a_receiver_of_the_folder_expects(folder: Path) -> None:
+def test_version_has_the_tensors_that_a_receiver_of_the_folder_expects(folder: Path) -> None:
     tensors = FolderTensors(load_policy(folder), folder)
     snapshot = snapshot_of(tensors, dtype=None, column_parts=1)
     assert {name: spec.shape for name, spec in snapshot.specs.items()} == folder_shapes(folder)
@@ -145,15 +145,15 @@ def test_a_version_is_what_a_receiver_of_the_folder_expects(folder: Path) -> Non
         assert name not in first or torch.equal(first[name], tensor.to(first[name].dtype)), name
 
 
-def test_a_trained_version_loaded_as_a_folder_is_the_trained_model(folder: Path) -> None:
-    """Also what has another form in the model is put back where it was."""
+def test_trained_version_loaded_as_a_folder_is_the_trained_model(folder: Path) -> None:
+    """Tensors with another form in the model are converted back."""
     model, tensors = trained(folder)
     kind = type(model)
     again = kind.from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=torch.float32).eval()
     assert torch.equal(logits(again), logits(model))
 
 
-def test_an_exported_folder_has_names_and_files_as_before_and_begins_another_run(folder: Path, tmp_path: Path) -> None:
+def test_exported_folder_keeps_names_and_files_and_can_start_another_run(folder: Path, tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
     (folder / "deep").mkdir()
     (folder / "deep" / "stale.pth").touch()
@@ -172,7 +172,7 @@ def test_an_exported_folder_has_names_and_files_as_before_and_begins_another_run
     read_folder(exported)
 
 
-def test_a_folder_that_transformers_alone_would_read_otherwise_is_read_as_its_index_says(tmp_path: Path) -> None:
+def test_folder_is_read_by_its_index_even_if_transformers_differs(tmp_path: Path) -> None:
     in_shards_with_stale_ones_beside(tmp_path / "model")
     model = load_policy(tmp_path / "model")
     assert torch.equal(model.get_parameter("lm_head.weight"), held(tmp_path / "model")["lm_head.weight"])
@@ -215,7 +215,7 @@ def index_names(*files: str) -> Callable[[Path], object]:
         ),
     ],
 )
-def test_a_folder_whose_files_are_not_clear_is_refused_by_trainer_and_executor(
+def test_folder_with_ambiguous_files_is_refused_by_trainer_and_executor(
     tmp_path: Path, spoil: Callable[[Path], object], reason: str
 ) -> None:
     folder = tmp_path / "model"
@@ -244,7 +244,7 @@ def test_a_folder_whose_files_are_not_clear_is_refused_by_trainer_and_executor(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_folder_without_a_model_in_safetensors_is_told_what_it_is(
+def test_folder_without_safetensors_is_refused_by_its_kind(
     tmp_path: Path, files: list[str], reason: str, *, with_config: bool
 ) -> None:
     folder = tmp_path / "model"
@@ -261,7 +261,7 @@ def test_a_folder_without_a_model_in_safetensors_is_told_what_it_is(
         assert "\n" not in str(refused.value)
 
 
-def test_a_checkpoint_folder_without_weights_is_not_told_to_convert_its_optimizer(tmp_path: Path) -> None:
+def test_checkpoint_folder_without_weights_gets_no_advice_to_convert_the_optimizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 8, "architectures": ["Qwen3ForCausalLM"]}')
     for name in ("optimizer.bin", "scheduler.pt", "training_args.bin", "rng_state_0.pth"):
         (tmp_path / name).touch()
@@ -269,7 +269,7 @@ def test_a_checkpoint_folder_without_weights_is_not_told_to_convert_its_optimize
         read_folder(tmp_path)
 
 
-def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path)
     save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "more.safetensors")
     index_names(WHOLE, "more.safetensors")(tmp_path)
@@ -277,21 +277,21 @@ def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
         folder_shapes(tmp_path)
 
 
-def test_a_weight_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_weight_unknown_to_the_model_is_refused(tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"value_head.weight": torch.zeros(1, 64)}))
     with pytest.raises(FolderError, match=r"value_head\.weight, for which transformers' Qwen3ForCausalLM has no place"):
         FolderTensors(load_policy(tmp_path), tmp_path)
 
 
-def test_a_head_that_is_not_the_embedding_that_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+def test_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
     tied_with_a_head_of_its_own(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
     with pytest.raises(FolderError, match="tie_word_embeddings"):
         load_policy(tmp_path)
 
 
-def test_what_was_loaded_and_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
+def test_loaded_tensor_that_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path)
     model = load_policy(tmp_path)
     with torch.no_grad():

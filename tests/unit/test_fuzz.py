@@ -1,6 +1,6 @@
-"""Whatever a stranger writes to a topic is a record or a RecordError, and no core that takes the record fails.
+"""Every fuzzed message decodes to a record or a RecordError, and no core fails on an accepted record.
 
-The loops around the cores are tried in `tests/chaos/test_fuzz.py`. Seeds are in the names of the tests.
+`tests/chaos/test_fuzz.py` tests the loops around the cores. Test names contain the seeds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,14 +68,14 @@ from tests.support.scripted_engine import turn_finished
 from tests.support.trajectory_fixtures import RULES, stepped
 
 MESSAGES = 180
-"""Of each topic; there are 14."""
+"""Number of messages per topic; there are 14 topics."""
 
 
-def items(stranger: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelope | InvalidMessage]:
-    """What a reader hands out of a stranger's messages."""
+def items(fuzz: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelope | InvalidMessage]:
+    """Yield the items that a reader returns for fuzzed messages."""
     assert topic.record is not None
     for offset in range(count):
-        raw = stranger.message(topic)
+        raw = fuzz.message(topic)
         key = raw.key.decode(errors="replace") if raw.key else ""
         try:
             record = None if raw.value is None else decode(topic.record, raw.value, raw.headers)
@@ -85,8 +85,8 @@ def items(stranger: FuzzGenerator, topic: Topic, count: int) -> Iterator[Envelop
             yield Envelope(record, topic, 0, offset, key, 1.0, raw)
 
 
-class House:
-    """The cores of every role, with a life of their own in them for strangers to disturb."""
+class FuzzedCores:
+    """The cores of every role with genuine state, which the fuzzer tries to disturb."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -140,9 +140,9 @@ class House:
                 self.control.on_summary(record, self.now)
                 self.elasticity()
             case CapacityGrant():
-                voice = list(GrantSource)[item.offset % len(GrantSource)]
-                self.control.on_grant(record.worker, record, self.now, source=voice)
-                self.lease.on_grant(record, self.now, source=voice, live=item.offset % 5 > 0)
+                grant_source = list(GrantSource)[item.offset % len(GrantSource)]
+                self.control.on_grant(record.worker, record, self.now, source=grant_source)
+                self.lease.on_grant(record, self.now, source=grant_source, live=item.offset % 5 > 0)
                 self.lease.permission(self.now)
                 self.elasticity()
             case TrajectoryProgress() | EnvSnapshot() | WeightChunk() | Prompt():
@@ -176,7 +176,7 @@ class House:
             raise UsageError(f"there is no {name}")
 
     def result(self, result: TurnResult) -> None:
-        """What becomes of it in a trajectory that waits for this turn, and of what that writes."""
+        """Apply the result to a trajectory that waits for this turn, and to the records that this writes."""
         prompt = with_full_sampling(PROMPT, RULES.sampling)
         life = begin(prompt, 3, home=0, observation=pack_tokens([5, 6]), state=b"")
         life.turn = result.turn
@@ -228,7 +228,7 @@ class House:
             self.lineage.forget_useless()
 
     def tell(self) -> None:
-        """What looks at a log afterwards takes all of it."""
+        """Feed everything to the commands that read a log."""
         self.view.present_executors(self.now)
         history = fold_history(self.history)
         rows, promised = seconds_of_lending(history, [], now=self.now), LatencyBudgets(ttft=1.0, tpot=1.0)
@@ -246,27 +246,27 @@ class House:
 
 
 BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
-"""Of an executor that is well: what strangers ask for is dispatched."""
+"""A heartbeat of a healthy executor, so that fuzzed requests are dispatched."""
 DONE = turn_finished("g-1:3/2/1", [9, 7], logprob=0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_no_core_fails_by_what_strangers_write(seed: int) -> None:
-    stranger, house = FuzzGenerator(seed), House()
-    taken = {topic: iter(items(stranger, topic, MESSAGES)) for topic in RECORD_TOPICS}
+def test_no_core_fails_on_fuzzed_records(seed: int) -> None:
+    fuzz, cores = FuzzGenerator(seed), FuzzedCores()
+    taken = {topic: iter(items(fuzz, topic, MESSAGES)) for topic in RECORD_TOPICS}
     for _ in range(MESSAGES):
         for topic in RECORD_TOPICS:
             item = next(taken[topic])
             try:
-                house.take(item)
+                cores.take(item)
             except Exception as error:
                 error.add_note(f"{topic.name}: {item}")
                 raise
-    house.tell()
+    cores.tell()
 
 
-def test_requests_that_are_none_leave_the_metrics_to_those_that_are() -> None:
+def test_invalid_requests_do_not_change_the_metrics() -> None:
     (port,) = free_ports(1)
     serve_metrics("127.0.0.1", port)
     send_garbage(port, seed=0, count=60)

@@ -1,4 +1,4 @@
-"""Group assembly: every group comes once, whole, in whatever order its samples come, over any number of restarts."""
+"""Group assembly: every group is returned once and complete, for any order of samples and any number of restarts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,8 @@ Log = list[list[Sample]]
 
 @st.composite
 def logs(draw: st.DrawFn, *, most: int = 2, groups: int = 6, largest: int = 4) -> Log:
-    """Samples of some groups over some partitions, in any order, each up to `most` times, some groups not complete."""
+    """Draw samples of some groups over some partitions, in any order, each up to `most` times, with incomplete
+    groups."""
     partitions: Log = [[] for _ in range(draw(st.integers(1, 3)))]
     samples = []
     for number in range(draw(st.integers(1, groups))):
@@ -32,7 +33,7 @@ def logs(draw: st.DrawFn, *, most: int = 2, groups: int = 6, largest: int = 4) -
 
 
 def new_assembly(settled: Sequence[str] = (), *, old: int = 0) -> GroupAssembly:
-    """Of one partition, of which so many samples were there at the start."""
+    """Return an assembly of one partition that had this many samples at the start."""
     return GroupAssembly(ResumePoint({0: 0}, 0), {0: old}, settled=settled)
 
 
@@ -41,44 +42,44 @@ def offer(assembly: GroupAssembly, one: Sample, *, partition: int = 0, offset: i
 
 
 @dataclass
-class World:
-    """What is on the log, and the checkpoint that a trainer may keep beside it."""
+class LogState:
+    """The records on the log, and the checkpoint of a trainer."""
 
     samples: Log
     written: dict[int, int]
-    """How many samples of each partition were written before the present life began."""
+    """Number of samples of each partition that were written before the current run."""
     outcomes: list[str] = field(default_factory=list)
     """Groups in the order of settling."""
     place: ResumePoint = field(init=False)
     checkpoint: tuple[str, ...] = ()
-    """What the last settlement named that settled anything."""
+    """Groups of the last non-empty settlement."""
 
     def __post_init__(self) -> None:
         self.place = ResumePoint(dict.fromkeys(self.written, 0), 0)
 
 
 @dataclass
-class Life:
-    """A trainer from one start to its end, over what the lives before have left on the log."""
+class TrainerRun:
+    """A trainer from one start to its end, on the log left by earlier runs."""
 
-    world: World
+    log_state: LogState
     assembly: GroupAssembly = field(init=False)
     taken: list[str] = field(default_factory=list)
     decided: list[tuple[list[str], ResumePoint]] = field(default_factory=list)
     """Settlements that are not on the log yet."""
 
     def __post_init__(self) -> None:
-        begin = self.world.place
-        settled = self.world.outcomes[begin.outcomes_from :]
-        self.assembly = GroupAssembly(begin, self.world.written, settled=settled)
+        begin = self.log_state.place
+        settled = self.log_state.outcomes[begin.outcomes_from :]
+        self.assembly = GroupAssembly(begin, self.log_state.written, settled=settled)
         self.next = dict(begin.offsets)
 
     def read(self, partition: int) -> None:
-        """One record further, if there is one."""
-        offset, records = self.next[partition], self.world.samples[partition]
+        """Read one more record, if there is one."""
+        offset, records = self.next[partition], self.log_state.samples[partition]
         if offset < len(records):
             self.next[partition] += 1
-            end = len(self.world.outcomes)
+            end = len(self.log_state.outcomes)
             self.assembly.on_sample(records[offset], partition=partition, offset=offset, outcomes_end=end)
 
     def take(self) -> None:
@@ -88,13 +89,13 @@ class Life:
         """Decide, and write the checkpoint."""
         fresh = [name for name in group_ids if not self.assembly.is_settled(name)]
         self.taken = [name for name in self.taken if name not in group_ids]
-        self.decided.append((fresh, self.assembly.settle(group_ids, outcomes_end=len(self.world.outcomes))))
+        self.decided.append((fresh, self.assembly.settle(group_ids, outcomes_end=len(self.log_state.outcomes))))
         if fresh:
-            self.world.checkpoint = tuple(group_ids)
+            self.log_state.checkpoint = tuple(group_ids)
 
     def commit(self, number: int) -> None:
-        fresh, self.world.place = self.decided.pop(number)
-        self.world.outcomes += fresh
+        fresh, self.log_state.place = self.decided.pop(number)
+        self.log_state.outcomes += fresh
         self.assembly.on_committed(fresh)
 
 
@@ -115,33 +116,31 @@ ACTS = [
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(logs(most=1, groups=4, largest=2), st.data())
-def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_again(
-    samples: Log, data: st.DataObject
-) -> None:
-    """Settlements that are committed late, in another order, or never; checkpoints settled again; empty settlements."""
-    world = World(samples, dict.fromkeys(range(len(samples)), 0))
+def test_every_group_outcome_is_written_once_over_any_restarts(samples: Log, data: st.DataObject) -> None:
+    """Settlements are committed late, reordered or never; checkpoints are settled again; settlements may be empty."""
+    log_state = LogState(samples, dict.fromkeys(range(len(samples)), 0))
     for _ in range(data.draw(st.integers(2, 4))):
         for number, records in enumerate(samples):
-            world.written[number] = data.draw(st.integers(world.written[number], len(records)))
-        life = Life(world)
+            log_state.written[number] = data.draw(st.integers(log_state.written[number], len(records)))
+        trainer = TrainerRun(log_state)
         if data.draw(st.booleans()):
-            life.settle(world.checkpoint)
+            trainer.settle(log_state.checkpoint)
         for act in data.draw(st.lists(st.sampled_from(ACTS), min_size=12, max_size=30)):
             if act == "read":
-                life.read(data.draw(st.integers(0, len(samples) - 1)))
+                trainer.read(data.draw(st.integers(0, len(samples) - 1)))
             elif act == "take":
-                life.take()
-            elif act == "settle" and life.taken:
-                life.settle(data.draw(st.lists(st.sampled_from(life.taken), min_size=1, unique=True)))
+                trainer.take()
+            elif act == "settle" and trainer.taken:
+                trainer.settle(data.draw(st.lists(st.sampled_from(trainer.taken), min_size=1, unique=True)))
             elif act == "settle nothing":
-                life.settle(())
+                trainer.settle(())
             elif act == "settle the checkpoint's":
-                life.settle(world.checkpoint)
-            elif act == "commit" and life.decided:
-                life.commit(data.draw(st.integers(0, len(life.decided) - 1)))
-        for number in life.next:
-            world.written[number] = max(world.written[number], life.next[number])
-    last = Life(world)
+                trainer.settle(log_state.checkpoint)
+            elif act == "commit" and trainer.decided:
+                trainer.commit(data.draw(st.integers(0, len(trainer.decided) - 1)))
+        for number in trainer.next:
+            log_state.written[number] = max(log_state.written[number], trainer.next[number])
+    last = TrainerRun(log_state)
     for partition, records in enumerate(samples):
         for _ in records:
             last.read(partition)
@@ -150,11 +149,11 @@ def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_
     every = {one.trajectory_id: one for partition in samples for one in partition}.values()
     sizes = {one.group_id: one.group_size for one in every}
     complete = [name for name, size in sizes.items() if sum(one.group_id == name for one in every) == size]
-    assert sorted(world.outcomes) == sorted(complete)
+    assert sorted(log_state.outcomes) == sorted(complete)
 
 
 @given(logs())
-def test_the_same_order_gives_the_same_groups(log: Log) -> None:
+def test_same_order_gives_the_same_groups(log: Log) -> None:
     def groups() -> list[CompleteGroup]:
         assembly = new_assembly()
         found: list[CompleteGroup] = []
@@ -170,7 +169,7 @@ def test_the_same_order_gives_the_same_groups(log: Log) -> None:
     )
 
 
-def test_groups_are_taken_in_the_order_in_which_they_became_complete() -> None:
+def test_groups_are_returned_in_order_of_completion() -> None:
     assembly = new_assembly()
     for group, index in [("a", 0), ("b", 0), ("c", 0), ("b", 1), ("c", 1), ("a", 1)]:
         offer(assembly, sample(group, index, size=2))
@@ -180,7 +179,7 @@ def test_groups_are_taken_in_the_order_in_which_they_became_complete() -> None:
 
 
 @pytest.mark.parametrize("again", ["held", "taken", "settled"])
-def test_a_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
+def test_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
     assembly = new_assembly()
     assert offer(assembly, sample(index=0, size=2)) is SampleStatus.HELD
     if again != "held":
@@ -193,12 +192,12 @@ def test_a_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["g:4", "g:-1", "g:01", "g:x", "h:0", "g", "g:٣"])
-def test_a_sample_that_is_none_of_its_group_is_a_stranger(name: str) -> None:
-    stranger = msgspec.structs.replace(sample(size=4), trajectory_id=name)
-    assert offer(new_assembly(), stranger) is SampleStatus.STRANGER
+def test_sample_that_does_not_belong_to_its_group_is_refused(name: str) -> None:
+    foreign_sample = msgspec.structs.replace(sample(size=4), trajectory_id=name)
+    assert offer(new_assembly(), foreign_sample) is SampleStatus.STRANGER
 
 
-def test_what_is_taken_and_not_settled_is_read_again() -> None:
+def test_group_returned_but_not_settled_is_read_again() -> None:
     assembly = new_assembly()
     offer(assembly, sample("a", 0, size=1), offset=3)
     offer(assembly, sample("b", 0, size=1), offset=4)
@@ -208,7 +207,7 @@ def test_what_is_taken_and_not_settled_is_read_again() -> None:
     assert assembly.settle(["b"], outcomes_end=8) == ResumePoint({0: 5}, 8)
 
 
-def test_what_is_settled_and_not_committed_is_read_again() -> None:
+def test_group_settled_but_not_committed_is_read_again() -> None:
     assembly = new_assembly()
     offer(assembly, sample("a", 0, size=1), offset=3)
     offer(assembly, sample("b", 0, size=1), offset=4)
@@ -217,7 +216,7 @@ def test_what_is_settled_and_not_committed_is_read_again() -> None:
     assert assembly.settle(["b"], outcomes_end=7) == ResumePoint({0: 3}, 0)
 
 
-def test_what_is_settled_before_it_is_read_and_not_committed_is_read_again() -> None:
+def test_group_settled_before_reading_and_not_committed_is_read_again() -> None:
     assembly = new_assembly(old=2)
     assembly.settle(["a"], outcomes_end=0)
     assert offer(assembly, sample("a", 0, size=1), offset=0) is SampleStatus.DUPLICATE
@@ -225,7 +224,7 @@ def test_what_is_settled_before_it_is_read_and_not_committed_is_read_again() -> 
     assert assembly.settle(["b"], outcomes_end=0) == ResumePoint({0: 0}, 0)
 
 
-def test_outcomes_stay_in_reach_while_samples_are_unread_that_may_have_them() -> None:
+def test_outcomes_are_retained_while_their_samples_may_be_unread() -> None:
     assembly = GroupAssembly(ResumePoint({0: 3}, 2), {0: 5}, settled=["a"])
     assert assembly.settle((), outcomes_end=7) == ResumePoint({0: 3}, 2)
     offer(assembly, sample("b", 0, size=1), offset=3)
@@ -242,7 +241,7 @@ def names(groups: Sequence[CompleteGroup]) -> list[str]:
     return [group.group_id for group in groups]
 
 
-def test_no_settled_group_is_forgotten_whose_samples_may_still_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settled_group_is_remembered_while_its_samples_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rose.workers.trainer.groups.REMEMBERED_GROUPS", 2)
     assembly = new_assembly(["a", "b", "c"], old=3)
     offer(assembly, sample("d", 0, size=1), offset=0)

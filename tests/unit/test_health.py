@@ -1,4 +1,4 @@
-"""How a process is: silence is a hang, whatever was said last; who waits for its turn is well; HTTP says the same."""
+"""Health of a process: silence is a hang after any report, a waiting process is healthy, and HTTP reports the same."""
 
 import socket
 import threading
@@ -34,15 +34,17 @@ class Clock:
         return self.now
 
 
-@given(said=st.text(), ready=st.booleans(), lasts=st.floats(0, 1e6), silent=st.floats(0, 1e7))
-def test_a_word_holds_for_its_time_and_silence_means_hung(said: str, ready: bool, lasts: float, silent: float) -> None:
-    how = status_of(LoopReport(said, ready, 0.0, lasts), silent)
+@given(sentence=st.text(), ready=st.booleans(), lasts=st.floats(0, 1e6), silent=st.floats(0, 1e7))
+def test_health_report_is_valid_for_its_time_and_silence_means_hung(
+    sentence: str, ready: bool, lasts: float, silent: float
+) -> None:
+    how = status_of(LoopReport(sentence, ready, 0.0, lasts), silent)
     assert how.alive == (silent <= lasts)
     assert how.ready == (ready and how.alive)
-    assert said in how.sentence
+    assert sentence in how.sentence
 
 
-def test_to_turn_over_keeps_what_was_said() -> None:
+def test_progress_report_keeps_the_last_status() -> None:
     clock = Clock()
     health = Health(clock)
     clock.now = START_SECONDS
@@ -56,7 +58,7 @@ def test_to_turn_over_keeps_what_was_said() -> None:
     assert not health.status.alive and "serves" in health.status.sentence
 
 
-def test_who_begins_anew_again_and_again_is_not_ready_whatever_it_says_between() -> None:
+def test_repeatedly_restarting_process_is_not_ready() -> None:
     clock = Clock()
     health = Health(clock)
     for times in range(1, RESTART_LIMIT + 1):
@@ -85,43 +87,43 @@ def test_who_begins_anew_again_and_again_is_not_ready_whatever_it_says_between()
         (7, 7, "", "a grant parked it", False, "takes no turns: a grant parked it"),
     ],
 )
-def test_an_executor_is_ready_that_takes_turns_of_the_present_policy(
+def test_executor_with_the_current_policy_and_an_open_gate_is_ready(
     version: int, newest: int, refused: str, paused: str, ready: bool, words: str
 ) -> None:
-    said, is_ready = health_summary(version, newest, refused, pause_reason=paused)
-    assert is_ready == ready and words in said
+    sentence, is_ready = health_summary(version, newest, refused, pause_reason=paused)
+    assert is_ready == ready and words in sentence
 
 
-def test_http_and_the_command_tell_alive_from_ready_from_hung(capsys: pytest.CaptureFixture[str]) -> None:
+def test_http_and_command_distinguish_alive_ready_and_hung(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     health = Health(clock)
     address = f"127.0.0.1:{serve_health('127.0.0.1', 0, health)}"
 
-    def asked(path: str) -> tuple[int, str]:
+    def response_of(path: str) -> tuple[int, str]:
         try:
             with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    assert asked("/healthz") == (200, "starting\n")
-    assert asked("/readyz") == (503, "starting\n")
+    assert response_of("/healthz") == (200, "starting\n")
+    assert response_of("/readyz") == (503, "starting\n")
     print_health(Common(), address, live=True)
     with pytest.raises(ProcessUnhealthy, match="starting"):
         print_health(Common(), address, live=False)
     health.report("serves")
-    assert asked("/readyz") == (200, "serves\n")
+    assert response_of("/readyz") == (200, "serves\n")
     print_health(Common(), address, live=False)
     assert capsys.readouterr().out == "starting\nserves\n"
-    assert asked("/metrics")[1].startswith("# HELP")
-    assert asked("/../etc/passwd")[0] == 404
+    assert response_of("/metrics")[1].startswith("# HELP")
+    assert response_of("/../etc/passwd")[0] == 404
     clock.now += HUNG_SECONDS + 1
-    assert {asked("/healthz")[0], asked("/readyz")[0]} == {503}
+    assert {response_of("/healthz")[0], response_of("/readyz")[0]} == {503}
     with pytest.raises(ProcessUnhealthy, match="hangs"):
         print_health(Common(), address, live=True)
 
 
-def test_however_many_ask_they_hold_no_more_than_a_few_lines_and_the_newest_is_answered(
+def test_health_server_bounds_connections_and_answers_the_newest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(health_over_http._Handler, "timeout", 600.0)
@@ -159,7 +161,7 @@ def unused() -> str:
         (lambda: None, UsageError, "metrics.port"),
     ],
 )
-def test_where_nobody_can_be_asked_it_says_so(
+def test_health_command_without_a_server_reports_that(
     address: Callable[[], str | None], refusal: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ROSE_METRICS__PORT", raising=False)
@@ -168,12 +170,12 @@ def test_where_nobody_can_be_asked_it_says_so(
 
 
 @pytest.mark.parametrize(("host", "port"), [("a..b", 9464), ("127.0.0.1", 70_000), ("127.0.0.1", -1)])
-def test_where_nothing_can_be_served_it_says_so(host: str, port: int) -> None:
+def test_health_server_that_cannot_listen_reports_that(host: str, port: int) -> None:
     with pytest.raises(UsageError, match=f"metrics cannot be served on {host}:{port} .*: choose another"):
         serve_health(host, port)
 
 
-def test_in_a_container_the_port_is_the_configurations(
+def test_health_port_in_a_container_comes_from_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health = Health()
@@ -184,7 +186,7 @@ def test_in_a_container_the_port_is_the_configurations(
 
 
 def replying(*pieces: bytes) -> str:
-    """The address of a server that says this to whoever asks, and then nothing more."""
+    """Run a server that sends these bytes to every client and then nothing; yield its address."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve_one() -> None:
@@ -192,7 +194,7 @@ def replying(*pieces: bytes) -> str:
         line.recv(1000)
         for piece in pieces:
             line.sendall(piece)
-        line.recv(1000)  # until the other hangs up
+        line.recv(1000)  # until the client disconnects
         line.close()
         server.close()
 
@@ -201,13 +203,13 @@ def replying(*pieces: bytes) -> str:
 
 
 @pytest.mark.parametrize("of_type", [b"Content-Type: text/html\r\n", b""])
-def test_another_server_is_not_taken_for_a_process_that_is_well(of_type: bytes) -> None:
+def test_foreign_server_on_the_port_is_not_a_healthy_process(of_type: bytes) -> None:
     address = replying(b"HTTP/1.1 200 OK\r\n", of_type, b"Content-Length: 7\r\n\r\nwelcome")
     with pytest.raises(ProcessUnhealthy, match="is no process of ROSE"):
         print_health(Common(), address, live=False)
 
 
-def test_who_does_not_come_to_an_end_is_not_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_health_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_over_http, "ASK_SECONDS", 600.0)
     monkeypatch.setattr(health_over_http, "ANSWER_SECONDS", 0.05)
     with pytest.raises(ProcessUnhealthy, match="nothing answers at"):

@@ -1,4 +1,4 @@
-"""The pace of an idle reader: it waits for every answer, and a rest is short beside the silence before it."""
+"""Rests of an idle reader: it waits for every answer, and a rest is short compared with the silence before it."""
 
 import math
 
@@ -12,60 +12,60 @@ SECONDS = st.floats(0, 10)
 
 
 def awake_at_the_end(now: float = 0.0) -> IdleBackoff:
-    pace = IdleBackoff(now)
-    pace.add(NAMES)
+    idle_rest = IdleBackoff(now)
+    idle_rest.add(NAMES)
     for name in NAMES:
-        pace.on_end(name)
-    return pace
+        idle_rest.on_end(name)
+    return idle_rest
 
 
 @given(st.sets(st.sampled_from(NAMES)), SECONDS)
-def test_it_rests_once_all_it_reads_has_ended(ended: set[tuple[str, int]], later: float) -> None:
-    pace = IdleBackoff(0.0)
-    pace.add(NAMES)
+def test_consumer_rests_once_all_partitions_are_at_their_end(ended: set[tuple[str, int]], later: float) -> None:
+    idle_rest = IdleBackoff(0.0)
+    idle_rest.add(NAMES)
     for name in ended:
-        pace.on_end(name)
-    due = pace.due_seconds(later)
+        idle_rest.on_end(name)
+    due = idle_rest.due_seconds(later)
     assert due == (max(0.0, MIN_SILENCE_SECONDS - later) if ended == set(NAMES) else math.inf)
 
 
 @given(st.sampled_from(NAMES), SECONDS, SECONDS)
-def test_a_record_puts_rest_off_until_its_partition_has_ended_again(
-    name: tuple[str, int], heard: float, later: float
+def test_record_postpones_the_rest_until_its_partition_ends_again(
+    name: tuple[str, int], record_at: float, later: float
 ) -> None:
-    pace = awake_at_the_end()
-    pace.on_record(name, heard)
-    assert pace.due_seconds(heard + later) == math.inf
-    pace.on_end(name)
-    assert pace.due_seconds(heard + later) == max(0.0, heard + MIN_SILENCE_SECONDS - (heard + later))
+    idle_rest = awake_at_the_end()
+    idle_rest.on_record(name, record_at)
+    assert idle_rest.due_seconds(record_at + later) == math.inf
+    idle_rest.on_end(name)
+    assert idle_rest.due_seconds(record_at + later) == max(0.0, record_at + MIN_SILENCE_SECONDS - (record_at + later))
 
 
 @given(st.floats(MIN_SILENCE_SECONDS, 10))
-def test_a_rest_is_a_share_of_the_silence_before_it(silence: float) -> None:
-    pace = awake_at_the_end()
-    pace.rest(silence)
-    rest = pace.due_seconds(silence)
+def test_rest_is_proportional_to_the_preceding_silence(silence: float) -> None:
+    idle_rest = awake_at_the_end()
+    idle_rest.rest(silence)
+    rest = idle_rest.due_seconds(silence)
     assert 0 < rest <= min(MAX_REST_SECONDS, REST_FRACTION * silence) + 1e-12
-    assert pace.due_seconds(silence + MAX_REST_SECONDS) == 0
+    assert idle_rest.due_seconds(silence + MAX_REST_SECONDS) == 0
 
 
-def test_after_a_rest_every_partition_must_answer_anew() -> None:
-    pace = awake_at_the_end()
-    pace.rest(1.0)
-    pace.wake()
+def test_every_partition_must_report_its_end_again_after_a_rest() -> None:
+    idle_rest = awake_at_the_end()
+    idle_rest.rest(1.0)
+    idle_rest.wake()
     for name in NAMES:
-        assert pace.due_seconds(2.0) == math.inf
-        pace.on_end(name)
-    assert pace.due_seconds(2.0) == 0
+        assert idle_rest.due_seconds(2.0) == math.inf
+        idle_rest.on_end(name)
+    assert idle_rest.due_seconds(2.0) == 0
 
 
-def test_what_the_application_paused_is_not_awaited() -> None:
-    pace = awake_at_the_end()
-    pace.wake()
-    pace.remove(NAMES[:2])
-    pace.on_end(NAMES[2])
-    assert pace.due_seconds(1.0) == 0
-    pace.add(NAMES[:2])
-    assert pace.due_seconds(1.0) == math.inf
-    pace.remove(NAMES)
-    assert pace.due_seconds(1.0) == math.inf, "it reads nothing"
+def test_paused_partition_is_not_awaited() -> None:
+    idle_rest = awake_at_the_end()
+    idle_rest.wake()
+    idle_rest.remove(NAMES[:2])
+    idle_rest.on_end(NAMES[2])
+    assert idle_rest.due_seconds(1.0) == 0
+    idle_rest.add(NAMES[:2])
+    assert idle_rest.due_seconds(1.0) == math.inf
+    idle_rest.remove(NAMES)
+    assert idle_rest.due_seconds(1.0) == math.inf, "it reads nothing"

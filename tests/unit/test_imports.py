@@ -1,4 +1,4 @@
-"""Modules have one name, imports go downward only, and what has to start quickly loads neither vLLM nor torch."""
+"""Modules have one name, imports go downward only, and fast-starting modules load neither vLLM nor torch."""
 
 import ast
 import os
@@ -17,7 +17,7 @@ PACKAGES = ("schemas", "topics", "pipeline", "workers")
 """The packages of `rose`, which are folders beside it in a checkout."""
 
 BARE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+|(?= import))")
-"""What may be a module's name without `rose.`: a name of the configuration looks like one too."""
+"""Pattern of a possible module name without `rose.`; a configuration key may match too."""
 
 COMMAND = (
     "rose.pipeline.config",
@@ -31,7 +31,7 @@ COMMAND = (
     "rose.pipeline.cli",
     "rose.pipeline.observability",
 )
-"""The parts of the command, from the ground up: a part imports those before it, and nothing else imports a part."""
+"""The parts of the command from the bottom up: a part imports only earlier parts, and nothing else imports a part."""
 
 FLOORS = {
     "rose.schemas": {"schemas"},
@@ -40,10 +40,10 @@ FLOORS = {
     "rose.workers": {"schemas", "topics", "workers"},
     **{part: {"schemas", "topics", "pipeline", "workers"} for part in COMMAND},
 }
-"""Which packages of `rose` a package may import; the longest name that fits a module counts."""
+"""Packages of `rose` that a package may import; the longest name that matches a module counts."""
 
 ENGINES = ("rose.workers.executor.vllm", "rose.workers.lender.vllm")
-"""The packages that import vLLM: the rollout engine, and what makes it a guest."""
+"""The packages that import vLLM: the rollout engine, and the guest support."""
 
 MAX_FILE_LINES = 550
 """A longer file has more than one idea."""
@@ -58,7 +58,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Every module that a file names in an import, wherever in it."""
+    """Return every module that a file names in an import, at any depth."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -72,7 +72,7 @@ def floor_of(module: str) -> set[str]:
 
 
 def place_in_command(module: str) -> int:
-    """Its place among COMMAND; -1 for what is no part of the command."""
+    """Return the position among COMMAND; -1 for a module outside of the command."""
     return next((place for place, part in enumerate(COMMAND) if f"{module}.".startswith(f"{part}.")), -1)
 
 
@@ -90,8 +90,8 @@ def test_imports_go_downward_only() -> None:
     assert upward == []
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    """A circle of modules can only be read, and changed, as one."""
+def test_import_graph_has_no_cycle() -> None:
+    """Modules of an import cycle can only be read and changed together."""
     files = dict(modules())
     names = {module.removesuffix(".__init__"): module for module in files}
     graph = {
@@ -102,8 +102,8 @@ def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter(graph).prepare()
 
 
-def test_a_module_of_the_product_is_named_under_rose_everywhere() -> None:
-    """A module that is imported under two names is two modules: two classes of a record, two registries."""
+def test_product_module_is_imported_under_rose_everywhere() -> None:
+    """A module imported under two names is two modules: two classes of a record, two registries."""
     bare = [
         f"{file.relative_to(ROOT)} names {name}"
         for folder in (*PACKAGES, "rose", "bench", "deploy", "docs", "tests")
@@ -116,7 +116,7 @@ def test_a_module_of_the_product_is_named_under_rose_everywhere() -> None:
 
 
 def named_in_strings(file: Path) -> Iterator[str]:
-    """Every module or folder of a package that a string names without `rose.`; documentation may."""
+    """Return every module or folder of a package that a string names without `rose.`, except in documentation."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -156,15 +156,15 @@ def test_vllm_is_imported_in_two_packages() -> None:
         "rose.workers.trainer.stream",
     ],
 )
-def test_what_has_to_start_quickly_loads_nothing_heavy(module: str) -> None:
-    """The command with its help, the router, and who only reads groups."""
+def test_fast_starting_module_imports_no_heavy_module(module: str) -> None:
+    """The modules are the command with its help, the router, and readers of groups."""
     found = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
 
 
-def test_the_plugin_imports_nothing_where_its_setting_is_not() -> None:
-    """As vLLM loads it, in each of its processes; a time would say what else the machine does."""
+def test_plugin_without_its_setting_imports_nothing() -> None:
+    """The test counts imports, as in each vLLM process; a duration would measure the load of the machine."""
     load = """
 import sys
 from importlib.metadata import entry_points
@@ -180,8 +180,8 @@ print(*sorted(set(sys.modules) - before))
     assert ran.stdout.split() == ["rose", "rose.workers", "rose.workers.lender", "rose.workers.lender.vllm"]
 
 
-def test_files_of_text_are_utf8_in_every_locale() -> None:
-    """Where no encoding is said, Python takes the locale's."""
+def test_text_files_are_utf8_in_every_locale() -> None:
+    """Without an encoding, Python uses that of the locale."""
     said_none = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for package in (*PACKAGES, "rose", "deploy", "bench")

@@ -1,4 +1,4 @@
-"""Admission: what serving is promised holds for every step that is admitted, and an idle server always lends."""
+"""Admission: serving's promise holds for every admitted step, and an idle server always lends."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from rose.workers.lender.admission import (
 STEP_TOKENS = 512
 NOW = 1000.0
 EXACT = 1e-6
-"""Seconds by which sums of floats may differ."""
+"""Tolerance of float sums, in seconds."""
 
 
 def step(seconds: float) -> NextWork:
@@ -38,7 +38,7 @@ def admission(dial: float = SLO, *, ttft: float = 0.5, tpot: float = 0.05, longe
 
 
 def taught(admission: Admission, *, steps: int = 400, held: int = 8) -> Admission:
-    """Serving has steps of 2 ms and 0.02 ms a token, the guest of 4 ms and 0.1 ms a token."""
+    """Return a trained admission: serving steps of 2 ms and 0.02 ms a token, guest steps of 4 ms and 0.1 ms a token."""
     for number in range(steps):
         prompt = 200 if number % 10 == 0 else 0
         admission.on_serving_step(
@@ -83,22 +83,22 @@ def after(history: list[tuple[str, int, int, float]], subject: Admission) -> Adm
 
 
 @given(histories, dials, st.floats(0, 10))
-def test_an_idle_serving_always_admits_one_bounded_step(
-    history: list[tuple[str, int, int, float]], dial: float, wanted: float
+def test_idle_serving_always_admits_one_bounded_step(
+    history: list[tuple[str, int, int, float]], dial: float, wanted_seconds: float
 ) -> None:
     subject = after(history, admission(dial))
-    answer = subject.admit(ServingState(), step(wanted), now=NOW)
+    answer = subject.admit(ServingState(), step(wanted_seconds), now=NOW)
     assert answer.hold_reason is None and answer.tokens >= 1
     assert answer.seconds == subject.promise.yield_seconds
     assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
 
 
 @given(histories, moments, st.floats(0, 0.1), st.booleans())
-def test_strict_admits_nothing_while_serving_has_work(
-    history: list[tuple[str, int, int, float]], serving: ServingState, wanted: float, well_known: bool
+def test_strict_dial_admits_nothing_while_serving_has_work(
+    history: list[tuple[str, int, int, float]], serving: ServingState, wanted_seconds: float, well_known: bool
 ) -> None:
     subject = taught(admission(STRICT)) if well_known else after(history, admission(STRICT))
-    answer = subject.admit(serving, step(wanted), now=NOW)
+    answer = subject.admit(serving, step(wanted_seconds), now=NOW)
     if serving.held or serving.waiting or serving.queued:
         assert (answer.seconds, answer.tokens) == (0.0, 0) and answer.hold_reason is not None
     else:
@@ -106,13 +106,13 @@ def test_strict_admits_nothing_while_serving_has_work(
 
 
 @given(moments, dials, st.floats(0, 0.05), st.lists(st.integers(1, 800), max_size=20), st.floats(0.01, 1))
-def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
-    serving: ServingState, dial: float, wanted: float, prompts: list[int], tpot: float
+def test_admitted_step_violates_no_predicted_deadline(
+    serving: ServingState, dial: float, wanted_seconds: float, prompts: list[int], tpot: float
 ) -> None:
     subject = taught(admission(dial, tpot=tpot))
     for tokens in prompts:
         subject.on_arrival(tokens, NOW - 0.1)
-    answer = subject.admit(serving, step(wanted), now=NOW)
+    answer = subject.admit(serving, step(wanted_seconds), now=NOW)
     assert answer.seconds <= subject.promise.yield_seconds
     if answer.hold_reason is not None:
         assert (answer.seconds, answer.tokens) == (0.0, 0)
@@ -135,14 +135,14 @@ def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
         assert ends + cost.step_seconds(before, decoding) <= last + subject.promise.tpot_seconds + EXACT
 
 
-def test_slo_lends_inside_the_slack_and_says_what_holds_it_back() -> None:
+def test_slo_dial_lends_within_the_slack_and_names_the_limit() -> None:
     decoding = ServingState(last_tokens=[NOW] * 8)
     subject = taught(admission())
     answer = subject.admit(decoding, step(0.01), now=NOW)
     assert answer.hold_reason is None and answer.tokens > 10 and answer.decode_headroom is not None
 
-    def hold(serving: ServingState, wanted: float = 0.01) -> HoldReason | None:
-        return subject.admit(serving, step(wanted), now=NOW).hold_reason
+    def hold(serving: ServingState, wanted_seconds: float = 0.01) -> HoldReason | None:
+        return subject.admit(serving, step(wanted_seconds), now=NOW).hold_reason
 
     assert hold(ServingState(last_tokens=[NOW], waiting=1)) is HoldReason.WAITING
     assert hold(ServingState(last_tokens=[NOW], queued=True)) is HoldReason.WAITING
@@ -153,10 +153,10 @@ def test_slo_lends_inside_the_slack_and_says_what_holds_it_back() -> None:
 
 
 @given(st.integers(1, 40), st.sampled_from(WorkKind), st.floats(0, 1), st.floats(0, 0.001))
-def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
-    held: int, work: WorkKind, wanted: float, after: float
+def test_never_idle_serving_with_slack_starts_to_lend(
+    held: int, work: WorkKind, wanted_seconds: float, after: float
 ) -> None:
-    """A guest of which nothing is known: to build it, to prepare its version, and its first step."""
+    """Nothing is known of the guest: its build, the staging of its version, and its first step."""
     slo, strict, queued = admission(), admission(STRICT), admission()
     answers = []
     for subject in (slo, strict, queued):
@@ -166,7 +166,7 @@ def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
             seconds = 0.002 + 0.00002 * decoding + after * (number % 2)
             subject.on_serving_step(prompt_tokens=0, decoding=decoding, held=held, seconds=seconds)
         moment = ServingState(last_tokens=[NOW] * held, waiting=int(subject is queued))
-        answers.append(subject.admit(moment, NextWork(work, wanted), now=NOW))
+        answers.append(subject.admit(moment, NextWork(work, wanted_seconds), now=NOW))
     assert [answer.hold_reason for answer in answers] == [None, HoldReason.OCCUPANCY, HoldReason.WAITING]
     assert (answers[0].tokens > 0) is (work is WorkKind.STEP), (
         "a step that has no price yet is of one token, and asked for"
@@ -174,7 +174,7 @@ def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
 
 
 @pytest.mark.parametrize("work", [WorkKind.STEP, WorkKind.ATOMIC])
-def test_a_serving_that_is_never_idle_and_whose_budget_is_shorter_than_the_yield_bound_lends_what_slack_it_has(
+def test_never_idle_serving_with_a_budget_below_the_yield_bound_lends_its_slack(
     work: WorkKind,
 ) -> None:
     subject, now, answers = admission(0.5, tpot=0.018), NOW, list[AdmissionDecision]()
@@ -189,16 +189,16 @@ def test_a_serving_that_is_never_idle_and_whose_budget_is_shorter_than_the_yield
 
 
 @pytest.mark.parametrize("slow", [1.0, 2.5])
-def test_a_guest_of_a_serving_that_is_never_idle_goes_on_after_its_first_step_and_after_slow_ones(slow: float) -> None:
-    """Its steps take more than half of the yield bound, and for a while more than all of it."""
+def test_guest_of_never_idle_serving_continues_after_first_and_slow_steps(slow: float) -> None:
+    """The guest's steps take more than half of the yield bound, and for a while more than all of it."""
     subject, draw, now, lent = admission(0.5, ttft=2.0, tpot=0.3), random.Random(1), NOW, [0, 0, 0]
     for number in range(20_000):
         part = 0 if number < 2000 else 1 if number < 2500 else 2
         seconds = 0.03 * draw.uniform(0.97, 1.03)
         subject.on_serving_step(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
         now += seconds
-        wanted = step(subject.guest.cautious_seconds(16))
-        answer = subject.admit(ServingState(last_tokens=[now] * 8), wanted, now=now)
+        wanted_seconds = step(subject.guest.cautious_seconds(16))
+        answer = subject.admit(ServingState(last_tokens=[now] * 8), wanted_seconds, now=now)
         if answer.hold_reason is None:
             tokens = min(16, answer.tokens)
             taken = (slow if part == 1 else 1.0) * (0.01 + 0.0002 * tokens) * draw.uniform(0.97, 1.03)
@@ -209,7 +209,7 @@ def test_a_guest_of_a_serving_that_is_never_idle_goes_on_after_its_first_step_an
     assert lent[0] > 1000 and lent[2] > 10_000
 
 
-def test_a_guest_whose_steps_are_longer_than_the_yield_bound_is_seldom_tried_while_serving_computes() -> None:
+def test_guest_with_steps_over_the_yield_bound_is_rarely_tried_beside_serving() -> None:
     subject, now, tried = taught(admission(0.5, ttft=2.0, tpot=0.3)), NOW, 0
     for _ in range(200):
         subject.guest.observe(1, 0.05)
@@ -226,8 +226,8 @@ def test_a_guest_whose_steps_are_longer_than_the_yield_bound_is_seldom_tried_whi
 @pytest.mark.parametrize(
     ("budgets", "reason"), [({"ttft": 0.03}, HoldReason.PREFILL), ({"tpot": 0.012}, HoldReason.DECODE)]
 )
-def test_prompts_that_may_arrive_meanwhile_have_their_price(budgets: dict[str, float], reason: HoldReason) -> None:
-    """Of what is held alone, nothing would be late."""
+def test_expected_prompt_arrivals_reduce_the_slack(budgets: dict[str, float], reason: HoldReason) -> None:
+    """With only the held requests, no deadline would be missed."""
     decoding = ServingState(last_tokens=[NOW] * 8)
     subject = taught(admission(1.0, **budgets))
     assert subject.admit(decoding, step(0.005), now=NOW).hold_reason is None
@@ -236,7 +236,7 @@ def test_prompts_that_may_arrive_meanwhile_have_their_price(budgets: dict[str, f
     assert subject.admit(decoding, step(0.005), now=NOW).hold_reason is reason
 
 
-def test_less_than_the_fixed_cost_is_worth_waits_for_more() -> None:
+def test_slack_below_the_fixed_cost_admits_nothing() -> None:
     late = ServingState(last_tokens=[NOW - 0.04] * 8)
     subject = taught(admission(1.0))
     headroom = subject.admit(late, step(0.0), now=NOW).decode_headroom
@@ -248,7 +248,7 @@ def test_less_than_the_fixed_cost_is_worth_waits_for_more() -> None:
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 200), st.integers(1, 40))
-def test_a_higher_dial_never_admits_less(low: float, high: float, steps: int, held: int) -> None:
+def test_higher_dial_never_admits_less(low: float, high: float, steps: int, held: int) -> None:
     low, high = sorted((low, high))
     moment = ServingState(last_tokens=[NOW] * held)
     less, more = (
@@ -261,14 +261,15 @@ def test_a_higher_dial_never_admits_less(low: float, high: float, steps: int, he
     st.floats(0, 0.95),
     st.lists(st.tuples(st.integers(1, 50), st.floats(0, 0.01), st.floats(0, 1), st.booleans()), max_size=100),
 )
-def test_guests_take_of_what_serving_holds_what_its_own_steps_have_earned(
+def test_guest_occupancy_stays_within_the_credit_of_serving_steps(
     dial: float, history: list[tuple[int, float, float, bool]]
 ) -> None:
-    """Over any stretch of a history: requests x seconds of guests against those of serving's fixed cost."""
+    """The bound holds over any part of a history: requests x seconds of guests against those of serving's fixed
+    cost."""
     longest = 0.02
     guard, earned, spent = OccupancyGuard(dial=dial, longest_seconds=longest), 0.0, 0.0
     most = 0.0
-    """That guests may have spent by now, as the tightest stretch up to here says."""
+    """Credit that guests may have spent by now, by the tightest part of the history so far."""
     for held, fixed, share, wants in history:
         guard.on_serving_step(held, fixed)
         earned += held * fixed * dial / (1 - dial)
@@ -282,8 +283,8 @@ def test_guests_take_of_what_serving_holds_what_its_own_steps_have_earned(
 
 @pytest.mark.parametrize("after", [0.0, 0.001], ids=["warm", "cold"])
 @pytest.mark.parametrize("every", [2, 6])
-def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: float, every: int) -> None:
-    """Of steps of 2 ms and 0.1 ms a token; every so many the guest has computed before one, which then takes longer."""
+def test_delay_of_the_next_serving_step_is_charged_to_the_guest(after: float, every: int) -> None:
+    """Steps take 2 ms and 0.1 ms a token. Before some steps the guest has computed, and these take longer."""
     subject, draw, fixed, guests = admission(), random.Random(3), 0.0, 0.0
     for number in range(4000):
         held, guest = draw.randint(1, 20), number % every == 0
@@ -300,7 +301,7 @@ def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: flo
     assert guests < 1.05 * fixed
 
 
-def test_a_serving_that_is_never_idle_lends_again_after_its_process_was_halted_amid_a_guest_s_step() -> None:
+def test_never_idle_serving_lends_again_after_a_process_halt_in_a_guest_step() -> None:
     subject, now, steps = taught(admission()), NOW, 0
     subject.on_guest_run(held=8, seconds=600.0)
     while steps < 20_000:
@@ -311,8 +312,9 @@ def test_a_serving_that_is_never_idle_lends_again_after_its_process_was_halted_a
     assert 1000 < steps < 10_000, "a second of it is paid for, as a guest's own long step would be"
 
 
-def test_a_serving_that_was_slow_for_a_while_and_is_never_idle_lends_again() -> None:
-    """Its steps take 30 ms, and twice as long while somebody else has the machine: that is not the guest's doing."""
+def test_never_idle_serving_lends_again_after_a_slow_period() -> None:
+    """Serving steps take 30 ms, and twice as long while another process uses the machine, which is not the guest's
+    delay."""
     subject, draw, now, lent = taught(admission(0.5, ttft=2.0, tpot=0.3)), random.Random(1), NOW, 0
     for number in range(10_000):
         seconds = (0.06 if 2000 <= number < 4000 else 0.03) * draw.uniform(0.97, 1.03)
@@ -325,7 +327,7 @@ def test_a_serving_that_was_slow_for_a_while_and_is_never_idle_lends_again() -> 
     assert lent > 900 and subject.serving.after_guest_seconds < 0.002
 
 
-def test_what_guests_did_not_take_is_not_saved_up() -> None:
+def test_unused_credit_does_not_accumulate() -> None:
     guard = OccupancyGuard(dial=0.5, longest_seconds=0.02)
     for _ in range(1000):
         guard.on_serving_step(10, 0.002)
@@ -335,6 +337,6 @@ def test_what_guests_did_not_take_is_not_saved_up() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"dial": -0.1}, {"dial": 1.1}, {"ttft": 0.0}, {"tpot": math.inf}, {"longest": 0.6}])
-def test_a_promise_that_cannot_be_kept_is_refused(wrong: dict[str, float]) -> None:
+def test_impossible_promise_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         admission(**wrong)

@@ -1,4 +1,4 @@
-"""Where an endpoint is: what cannot be asked, or would put a password on the bus, is refused when it is said."""
+"""The address of an endpoint: an unusable address, or one with a password for the bus, is refused at once."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from rose.workers.lender.config import EndpointConfig
 
 
 @pytest.mark.parametrize("url", ["server:8000", "file:///etc/passwd", "http://", "http://me:secret@server:8000"])
-def test_what_is_no_plain_address_is_refused_and_not_repeated(url: str) -> None:
+def test_invalid_address_is_refused_and_not_echoed(url: str) -> None:
     with pytest.raises(UsageError, match="http://host:port") as refused:
         EndpointConfig(url=url)
     assert "secret" not in str(refused.value)
 
 
-def test_an_address_is_taken() -> None:
+def test_plain_address_is_accepted() -> None:
     assert EndpointConfig(url="https://server.example:8000/").url and not EndpointConfig().url

@@ -255,11 +255,11 @@ def test_failed_build_releases_all_ranks(monkeypatch: pytest.MonkeyPatch, fails:
 
     for part in ("build_engine", "guest_pool"):
         monkeypatch.setattr(guest_build, part, no_room if part == fails else lambda *_: None)
-    asked: list[str] = []
-    ranks: Any = SimpleNamespace(size=2, call=asked.append)
+    commands: list[str] = []
+    ranks: Any = SimpleNamespace(size=2, call=commands.append)
     with pytest.raises(MemoryError):
         guest_build.build_guest(CONFIG, ranks, LOG)
-    assert asked == ["release"]
+    assert commands == ["release"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -455,7 +455,7 @@ def test_error_during_a_pause_drops_the_guest_after_the_step_and_once(fixture: F
 
 
 class NoRoom:
-    """A place that has no memory left at some moment of the building."""
+    """A model backend without memory at some point of the build."""
 
     ranks = 2
 
@@ -480,7 +480,7 @@ class NoRoom:
 
 @pytest.mark.parametrize("fails_at", ["fit", "spare"])
 def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks would hold it as long as serving lives, and another beside it after the next try."""
+    """Ranks would hold the model for the life of the server, and another model after the next attempt."""
     scheduler = SimpleNamespace(
         block_size=16,
         kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64)], num_blocks=4),

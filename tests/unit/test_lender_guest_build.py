@@ -1,4 +1,4 @@
-"""The first steps of a guest: bounded, and what they cost is known before the first turn."""
+"""The first steps of a guest: they are bounded, and their cost is known before the first turn."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from rose.workers.executor.vllm.types import StepResult
 from rose.workers.lender.vllm.guest_build import MAX_PROFILE_TOKENS, StepProfile, profile_sizes
 
 BASE, TOKEN = 0.004, 0.0002
-"""Seconds of a step, and of each token in it; the first one of all takes ten times as long."""
+"""Seconds of a step, and of each token in it; the very first step takes ten times as long."""
 
 
-class PlayedEngine:
+class ScriptedEngine:
     version, longest_tokens = -1, 1024
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class PlayedEngine:
 
 
 @pytest.fixture
-def engine() -> PlayedEngine:
-    return PlayedEngine()
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
 
 
 def profiled(engine: Any, room_tokens: int, yield_seconds: float = 1.0) -> StepCost:
-    """Steps as admission lets them: of as many tokens as fit, and one at least."""
+    """Run the profile with steps of as many tokens as fit, and at least one."""
     cost = StepCost(**INITIAL_COST)
     profile = StepProfile(engine, cost)
     while not profile.done:
@@ -48,32 +48,32 @@ def profiled(engine: Any, room_tokens: int, yield_seconds: float = 1.0) -> StepC
     return cost
 
 
-def test_the_first_turn_finds_a_price_that_was_measured(engine: PlayedEngine) -> None:
+def test_first_turn_has_a_measured_price(engine: ScriptedEngine) -> None:
     cost = profiled(engine, 1000)
     assert max(engine.steps) == MAX_PROFILE_TOKENS and engine.left == 0
     for tokens in (1, 8, 64, 128):
         assert cost.seconds(tokens) == pytest.approx(BASE + TOKEN * tokens, rel=0.05)
 
 
-def test_no_step_is_longer_than_it_may(engine: PlayedEngine) -> None:
+def test_no_profiling_step_exceeds_its_bound(engine: ScriptedEngine) -> None:
     profiled(engine, 1000, yield_seconds=0.01)
     assert all(BASE + TOKEN * tokens <= 0.01 for tokens in engine.steps)
 
 
 @given(st.integers(0, 2000))
-def test_all_steps_find_room_and_a_token_is_left(room_tokens: int) -> None:
+def test_all_profiling_steps_fit_the_memory_with_a_token_to_spare(room_tokens: int) -> None:
     steps = profile_sizes(room_tokens)
     assert not steps or sum(steps) < room_tokens
     assert len(steps) > 1 or not steps
     assert bool(steps) is (room_tokens > 3)
 
 
-def test_without_room_there_is_nothing_to_wait_for() -> None:
-    engine: Any = PlayedEngine()
+def test_profiling_without_memory_ends_at_once() -> None:
+    engine: Any = ScriptedEngine()
     assert not profiled(engine, 2).has_observed and engine.steps == []
 
 
-def test_it_may_end_at_any_moment(engine: Any) -> None:
+def test_profiling_can_be_stopped_at_any_point(engine: Any) -> None:
     cost = StepCost(**INITIAL_COST)
     profile = StepProfile(engine, cost)
     assert profile.needs_memory(100) and not profile.needs_memory(1000)

@@ -1,4 +1,4 @@
-"""What could be lent: all time is idle or busy, and each stretch is counted once, where it belongs."""
+"""Observed idle capacity: all time is idle or busy, and each stretch is counted once in its bucket."""
 
 from threading import Event
 from typing import Any
@@ -14,8 +14,8 @@ from rose.workers.lender.observe import STRETCH_BOUNDS, IdleStretches, Observati
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))
-def test_all_time_is_idle_or_busy_and_each_stretch_is_counted(history: list[tuple[bool, float]]) -> None:
-    """What serving comes to be, idle or not, and how long after what came before."""
+def test_all_time_is_idle_or_busy_and_each_idle_stretch_is_counted(history: list[tuple[bool, float]]) -> None:
+    """Each event is the new state of serving, and the time since the last event."""
     idleness, now, idle, stretches, since = IdleStretches(0.0), 0.0, 0.0, list[float](), 0.0
     is_idle = True
     for becomes_idle, seconds in history:
@@ -35,7 +35,7 @@ def test_all_time_is_idle_or_busy_and_each_stretch_is_counted(history: list[tupl
     assert sum(idleness.stretches) == len(stretches)
 
 
-def test_what_was_seen_is_exported_and_told_in_words() -> None:
+def test_idle_stretches_are_exported_and_logged() -> None:
     observed = ObservationCollector()
     assert list(observed.collect()) == []
     counts = tuple(1 if place in (2, 6) else 0 for place in range(len(STRETCH_BOUNDS) + 1))
@@ -48,21 +48,21 @@ def test_what_was_seen_is_exported_and_told_in_words() -> None:
 
 
 class Link:
-    """To a server that says this much and is gone."""
+    """A link to a server that sends these reports and is then gone."""
 
     def __init__(self, *reports: Report) -> None:
-        self.said = [*reports]
+        self.pending = [*reports]
 
     def reports(self) -> list[Report]:
-        if not self.said:
+        if not self.pending:
             raise EngineBroken("it is gone")
-        return [self.said.pop(0)]
+        return [self.pending.pop(0)]
 
     def wait(self, seconds: float) -> None:
         assert REGISTRY.get_sample_value("rose_lender_serving_requests", {"state": "running"}) == 1
 
 
-def test_of_a_server_that_is_gone_nothing_is_exported_until_there_is_another() -> None:
+def test_gone_server_exports_nothing_until_a_new_server() -> None:
     counts = (0,) * (len(STRETCH_BOUNDS) + 1)
     for reports in ((), (ObservationReport(10.0, 4.0, counts, 1.009, 1, 0, 1000, 100, 250),), ()):
         link: Any = Link(*reports)

@@ -1,4 +1,5 @@
-"""Turns beside a serving engine that does what was not foreseen: it goes on, and its loop does not spin."""
+"""Interleaved guest steps beside a serving engine with unexpected behaviour: serving continues, and its loop does not
+spin."""
 
 import logging
 import math
@@ -21,7 +22,7 @@ from rose.workers.lender.watchdog import StatusPage
 
 
 def serving() -> Any:
-    """A core that steps, played."""
+    """A scripted engine core that steps."""
     pool = BlockPool(8, enable_caching=True, hash_block_size=1)
     scheduler = SimpleNamespace(
         max_num_scheduled_tokens=64,
@@ -50,7 +51,7 @@ def serving() -> Any:
 
 
 class BusyGuest:
-    """Wants to compute, always."""
+    """A guest that always has work."""
 
     busy, next_work = True, NextWork(WorkKind.STEP, 0.01)
 
@@ -70,19 +71,19 @@ class BusyGuest:
         self.dropped.append(error)
 
 
-class Layered(BusyGuest):
-    """Its step has layers, between which it looks up. Whatever fails in it, it catches."""
+class LayeredGuest(BusyGuest):
+    """A guest step with layers, between which it yields. It catches every exception."""
 
     has_room = True
     stands_for = 10**6
-    """Looks, after which something waits for the step's end."""
+    """Number of checks after which the end of the step is awaited."""
 
-    def __init__(self, between_layers: Callable[[], None], meanwhile: Callable[[int], None]) -> None:
+    def __init__(self, between_layers: Callable[[], None], during_layer: Callable[[int], None]) -> None:
         super().__init__()
-        self.between_layers, self.meanwhile = between_layers, meanwhile
+        self.between_layers, self.during_layer = between_layers, during_layer
         self.is_aside = False
         self.stood = 0
-        """Times that it was asked whether it may stand on."""
+        """Number of checks whether the step may stay paused."""
         self.failed: Exception | None = None
 
     def make_room_mid_step(self) -> bool:
@@ -103,7 +104,7 @@ class Layered(BusyGuest):
         super().tick(seconds=seconds, tokens=tokens)
         try:
             for layer in range(4):
-                self.meanwhile(layer)
+                self.during_layer(layer)
                 self.between_layers()
         except Exception as error:  # noqa: BLE001
             self.failed = error
@@ -124,7 +125,7 @@ def turns(core: Any) -> StepInterleaver:
     return turns
 
 
-def test_the_loop_of_a_server_that_is_paused_sleeps_whatever_the_guest_wants(core: Any, turns: StepInterleaver) -> None:
+def test_loop_of_a_paused_server_sleeps_despite_guest_work(core: Any, turns: StepInterleaver) -> None:
     guest: Any = turns._guest
     core.scheduler.waiting.append(
         SimpleNamespace(request_id="a", arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
@@ -139,7 +140,7 @@ def test_the_loop_of_a_server_that_is_paused_sleeps_whatever_the_guest_wants(cor
     assert turns.guest_ready and guest.pieces == 1
 
 
-def test_what_was_not_foreseen_of_serving_ends_lending_and_not_serving(core: Any, turns: StepInterleaver) -> None:
+def test_unexpected_serving_state_ends_lending_and_not_serving(core: Any, turns: StepInterleaver) -> None:
     guest: Any = turns._guest
     new = SimpleNamespace(prompt_token_ids=None, num_computed_tokens=0)
     strange = SimpleNamespace(total_num_scheduled_tokens=4, scheduled_new_reqs=[new], num_scheduled_tokens={"a": 4})
@@ -150,7 +151,7 @@ def test_what_was_not_foreseen_of_serving_ends_lending_and_not_serving(core: Any
     assert (guest.pieces, guest.held, len(guest.dropped)) == (0, 0, 1)
 
 
-def test_an_error_of_serving_s_own_step_is_serving_s(turns: StepInterleaver) -> None:
+def test_error_of_a_serving_step_is_raised_to_serving(turns: StepInterleaver) -> None:
     def fails() -> bool:
         raise RuntimeError("its own")
 
@@ -159,7 +160,7 @@ def test_an_error_of_serving_s_own_step_is_serving_s(turns: StepInterleaver) -> 
     assert turns.guest_ready
 
 
-def test_how_wrong_predictions_are_is_told_and_exported(turns: StepInterleaver) -> None:
+def test_prediction_error_is_logged_and_exported(turns: StepInterleaver) -> None:
     learned = turns._admission
     for number in range(40):
         learned.guest.observe(1 + number % 8, 0.001)
@@ -175,7 +176,7 @@ def test_how_wrong_predictions_are_is_told_and_exported(turns: StepInterleaver) 
         assert exported == cost.error and 0.0 < cost.error < 1.0
 
 
-def test_a_broken_promise_is_told_as_long_as_somebody_looks_and_no_report_without_work_hides_a_long_piece(
+def test_broken_promise_is_reported_until_read_and_idle_reports_hide_no_long_piece(
     core: Any, turns: StepInterleaver
 ) -> None:
     guest: Any = turns._guest
@@ -214,10 +215,10 @@ def layered(
     steps: int = 2,
     has_room: bool = True,
     stands_for: int = 10**6,
-) -> Layered:
-    """A guest beside a core that serves each of those who come, before these layers, in so many steps."""
+) -> LayeredGuest:
+    """Return a guest beside a core that serves each request, which arrives before these layers, in this many steps."""
 
-    def meanwhile(layer: int) -> None:
+    def during_layer(layer: int) -> None:
         done.append(f"layer {layer}")
         if layer in comes:
             core.input_queue.put(request(comes[layer]))
@@ -232,30 +233,32 @@ def layered(
             core.scheduler.running.clear()
         return True
 
-    guest = Layered(turns._yield_to_serving, meanwhile)
+    guest = LayeredGuest(turns._yield_to_serving, during_layer)
     guest.has_room, guest.stands_for = has_room, stands_for
     turns._guest = guest  # type: ignore[assignment]
     turns.step(serve)
     return guest
 
 
-def test_who_comes_between_two_layers_is_served_before_the_next(core: Any, turns: StepInterleaver) -> None:
+def test_request_that_arrives_between_two_layers_is_served_before_the_next_layer(
+    core: Any, turns: StepInterleaver
+) -> None:
     done: list[str] = []
     guest = layered(turns, core, done, comes={1: "a", 2: "b"})
     assert done == ["layer 0", "layer 1", "a", "a", "layer 2", "b", "b", "layer 3"]
     assert guest.failed is None and not guest.is_aside and guest.pieces == 1
 
 
-def test_a_step_that_no_memory_can_be_taken_from_goes_on_to_its_end(core: Any, turns: StepInterleaver) -> None:
+def test_step_without_reclaimable_memory_runs_to_its_end(core: Any, turns: StepInterleaver) -> None:
     done: list[str] = []
     layered(turns, core, done, comes={1: "a"}, has_room=False)
     assert done == ["layer 0", "layer 1", "layer 2", "layer 3"] and core.scheduler.running, "its room is made first"
 
 
-def test_a_step_stands_still_for_as_long_as_serving_is_busy(
+def test_step_is_paused_while_serving_is_busy(
     core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of it is computed amid serving's work, whatever time that takes; and why it waits is told meanwhile."""
+    """The guest computes nothing during serving's work of any length, and reports the reason of the wait."""
     now = iter(range(0, 10**6, 100))
     monkeypatch.setattr("rose.workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
     done: list[str] = []
@@ -264,38 +267,40 @@ def test_a_step_stands_still_for_as_long_as_serving_is_busy(
     assert guest.stood == 50 and guest.held == sum(turns._serving_stats().held_back.values()) == 49
 
 
-def test_a_step_whose_end_something_waits_for_goes_on_to_it(core: Any, turns: StepInterleaver) -> None:
-    """What it computes then is one piece to whoever waits."""
+def test_awaited_step_runs_to_its_end(core: Any, turns: StepInterleaver) -> None:
+    """The rest of the step is one piece for the waiting request."""
     done: list[str] = []
     guest = layered(turns, core, done, comes={0: "a", 1: "b", 2: "c"}, steps=3, stands_for=5)
     assert done == ["layer 0", *["a"] * 3, "layer 1", *["b"] * 2, "layer 2", "layer 3"]
     assert guest.stood == 5 and core.scheduler.running
 
 
-def test_a_paused_server_does_not_keep_a_step_standing(core: Any, turns: StepInterleaver) -> None:
+def test_paused_server_does_not_keep_a_step_paused(core: Any, turns: StepInterleaver) -> None:
     done: list[str] = []
     core.has_work = lambda: False
     layered(turns, core, done, comes={1: "a"}, steps=9)
     assert done == ["layer 0", "layer 1", "a", "layer 2", "layer 3"]
 
 
-def test_what_fails_of_serving_within_a_step_is_serving_s(core: Any, turns: StepInterleaver) -> None:
+def test_serving_error_within_a_guest_step_is_raised_to_serving(core: Any, turns: StepInterleaver) -> None:
     def fails() -> bool:
         if core.scheduler.running:
             raise RuntimeError("its own")
         return False
 
-    guest = Layered(turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    guest = LayeredGuest(
+        turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None
+    )
     turns._guest = guest  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="its own"):
         turns.step(fails)
     assert guest.failed is None and not guest.dropped
 
 
-def test_what_was_not_foreseen_of_serving_within_a_step_ends_lending_alone(core: Any, turns: StepInterleaver) -> None:
+def test_unexpected_serving_state_within_a_step_ends_only_lending(core: Any, turns: StepInterleaver) -> None:
     done: list[str] = []
     core.scheduler.get_request_counts = lambda: (0, 0)
-    guest = Layered(
+    guest = LayeredGuest(
         turns._yield_to_serving, lambda layer: core.input_queue.put(object()) if layer == 1 else done.append("layer")
     )
     turns._guest = guest  # type: ignore[assignment]
@@ -305,13 +310,15 @@ def test_what_was_not_foreseen_of_serving_within_a_step_ends_lending_alone(core:
     )
 
 
-def test_an_error_of_serving_s_keeps_its_cause(core: Any, turns: StepInterleaver) -> None:
+def test_serving_error_keeps_its_cause(core: Any, turns: StepInterleaver) -> None:
     def fails() -> bool:
         if core.scheduler.running:
             raise RuntimeError("its own") from OSError("why")
         return False
 
-    guest = Layered(turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    guest = LayeredGuest(
+        turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None
+    )
     turns._guest = guest  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="its own") as raised:
         turns.step(fails)
@@ -319,12 +326,12 @@ def test_an_error_of_serving_s_keeps_its_cause(core: Any, turns: StepInterleaver
 
 
 @pytest.mark.parametrize(("slack", "goes_on"), [(60.0, True), (1e-9, False)])
-def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_for_it(
+def test_paused_step_continues_beside_a_request_only_within_the_slack(
     core: Any, turns: StepInterleaver, slack: float, goes_on: bool
 ) -> None:
-    """It is not chopped up any more; and it is charged beside those whom serving holds by then."""
-    told: list[int] = []
-    turns._admission.on_guest_run = lambda *, held, seconds: told.append(held)  # type: ignore[method-assign]
+    """The step is not split further, and is charged for the requests that serving holds by then."""
+    reported: list[int] = []
+    turns._admission.on_guest_run = lambda *, held, seconds: reported.append(held)  # type: ignore[method-assign]
     admit = turns._admission.admit
 
     def admits(serving: ServingState, next_work: NextWork, *, now: float) -> AdmissionDecision:
@@ -338,13 +345,13 @@ def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_f
     done: list[str] = []
     layered(turns, core, done, comes={1: "a"}, steps=3)
     assert done[2:] == (["a", "layer 2", "layer 3"] if goes_on else ["a", "a", "a", "layer 2", "layer 3"])
-    assert told == ([0, 1] if goes_on else [0, 0])
+    assert reported == ([0, 1] if goes_on else [0, 0])
 
 
-def test_a_step_planned_while_serving_was_idle_goes_on_amid_it_though_there_is_never_slack_for_all_of_it(
+def test_step_planned_in_idle_time_continues_piecewise_beside_serving(
     core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a guest beside a server that is not idle again stands for ever, and nothing says why."""
+    """Otherwise a guest beside a never idle server would stay paused forever without a reason."""
     now = 100.0
     monkeypatch.setattr(
         "rose.workers.lender.vllm.interleaving.time", SimpleNamespace(monotonic=lambda: now, thread_time=int)
@@ -367,25 +374,25 @@ def test_a_step_planned_while_serving_was_idle_goes_on_amid_it_though_there_is_n
         learned.on_serving_step(prompt_tokens=0, decoding=1, held=1, seconds=0.032)
         return True
 
-    def meanwhile(layer: int) -> None:
+    def during_layer(layer: int) -> None:
         nonlocal now
         now += 0.001
         if layer == 1:
             core.input_queue.put(request("never ends"))
 
-    guest = Layered(turns._yield_to_serving, meanwhile)
+    guest = LayeredGuest(turns._yield_to_serving, during_layer)
     guest.next_work, guest.stands_for = NextWork(WorkKind.STEP, 0.02), 200
     turns._guest = guest  # type: ignore[assignment]
     turns.step(serve)
     assert guest.stood < 5 and guest.held < guest.stood
 
 
-def test_what_serving_takes_within_a_step_is_not_the_guest_s(core: Any, turns: StepInterleaver) -> None:
-    told: list[float] = []
-    turns._admission.on_guest_run = lambda *, held, seconds: told.append(seconds)  # type: ignore[method-assign]
+def test_serving_time_within_a_step_is_not_charged_to_the_guest(core: Any, turns: StepInterleaver) -> None:
+    reported: list[float] = []
+    turns._admission.on_guest_run = lambda *, held, seconds: reported.append(seconds)  # type: ignore[method-assign]
     now = iter(range(10**6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rose.workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
         layered(turns, core, [], comes={1: "a"}, steps=50)
         between = float(next(now))
-    assert between > 100 and sum(told) < 20 and turns._longest < 5
+    assert between > 100 and sum(reported) < 20 and turns._longest < 5

@@ -41,8 +41,8 @@ def decide(
     return memory.decide(use_now, most_bytes=most, policy_version=version, grow=grow, now=now)
 
 
-class Tenants(RuleBasedStateMachine):
-    """Two tenants that take what they may, and give back what they must, in any order."""
+class KvBudgetMachine(RuleBasedStateMachine):
+    """Two tenants that take and return KV memory in any order."""
 
     @initialize(
         total=st.integers(50, 5_000),
@@ -57,13 +57,13 @@ class Tenants(RuleBasedStateMachine):
         )
         self.memory = KvBudget(self.bounds)
         self.now, self.version, self.most = 0.0, 0, total
-        self.serving = self.wanted = self.cached = self.hit = 0
+        self.serving = self.wanted_bytes = self.cached = self.hit = 0
         self.guest: dict[str, int] = {}
         self.guest_cached = 0
         self.halvings = 0
-        """Since the budget grew last."""
+        """Number of halvings since the last growth."""
         self.thaws_at = -math.inf
-        """No growth before this, or another version."""
+        """Time before which the budget does not grow without a new version."""
         self.version_at_cut = -1
         self.names = 0
         self.shares = self.look()
@@ -72,7 +72,7 @@ class Tenants(RuleBasedStateMachine):
         before = getattr(self, "shares", None)
         use = KvUsage(
             serving_bytes=self.serving,
-            serving_wanted_bytes=self.wanted,
+            serving_wanted_bytes=self.wanted_bytes,
             serving_cached_bytes=self.cached,
             serving_hit_bytes=self.hit,
             guest_bytes=sum(self.guest.values()),
@@ -90,7 +90,7 @@ class Tenants(RuleBasedStateMachine):
         return shares
 
     def judge(self, before: KvShares | None, shares: KvShares, *, grow: bool) -> None:
-        """The laws of one decision after another."""
+        """Check the invariants of consecutive decisions."""
         if before is not None and shares.budget_bytes > before.budget_bytes:
             assert self.now >= self.thaws_at or self.version != self.version_at_cut, "it grew while it was frozen"
             assert grow and not shares.cuts
@@ -107,12 +107,12 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def serving_takes(self, share: float) -> None:
-        """New blocks, out of what it may have; what does not fit is wanted, and given by the next decision."""
-        self.wanted = int(share * (self.bounds.total_bytes - self.serving))
+        """Allocate new serving blocks within its share. The rest is requested, and granted by the next decision."""
+        self.wanted_bytes = int(share * (self.bounds.total_bytes - self.serving))
         self.look()
-        assert self.serving + self.wanted <= self.shares.serving_bytes or self.shares.kept_bytes == 0
-        self.serving = min(self.serving + self.wanted, self.shares.serving_bytes)
-        self.wanted = 0
+        assert self.serving + self.wanted_bytes <= self.shares.serving_bytes or self.shares.kept_bytes == 0
+        self.serving = min(self.serving + self.wanted_bytes, self.shares.serving_bytes)
+        self.wanted_bytes = 0
         self.cached = min(self.cached, self.shares.serving_bytes - self.serving)
 
     @rule(share=st.floats(0, 1), cached=st.booleans())
@@ -168,11 +168,11 @@ class Tenants(RuleBasedStateMachine):
         assert guest + self.guest_cached <= shares.kept_bytes
 
 
-Tenants.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
-TestTenants = Tenants.TestCase
+KvBudgetMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TestTenants = KvBudgetMachine.TestCase
 
 
-def test_the_worked_example() -> None:
+def test_worked_example_of_the_documentation_holds() -> None:
     memory = KvBudget(bounds())
     assert decide(memory, 10, now=0).budget_bytes == 70
     cut = decide(memory, 21, now=1, guest_bytes=60)
@@ -183,10 +183,8 @@ def test_the_worked_example() -> None:
 
 
 @given(st.integers(20, 70), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60))
-def test_what_serving_needed_within_the_quiet_time_cuts_nobody_when_it_comes_again(
-    peak: int, history: list[tuple[float, float]]
-) -> None:
-    """Whatever versions land meanwhile: growth remembers the peak."""
+def test_recent_serving_demand_that_returns_cuts_no_guest_turn(peak: int, history: list[tuple[float, float]]) -> None:
+    """Versions may activate meanwhile: growth remembers the peak."""
     memory, now = KvBudget(bounds()), 0.0
     assert decide(memory, peak, now=now).budget_bytes == 80 - peak
     for version, (serving, pause) in enumerate(history):
@@ -196,18 +194,18 @@ def test_what_serving_needed_within_the_quiet_time_cuts_nobody_when_it_comes_aga
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
-def test_serving_gets_what_it_wants_from_one_decision(serving: int, wanted: int, guest: int) -> None:
-    """From the one in which the guest would grow, and from a later one."""
+def test_serving_gets_its_demand_within_one_decision(serving: int, wanted_bytes: int, guest: int) -> None:
+    """The decision is one in which the guest would grow, or a later one."""
     memory = KvBudget(bounds(headroom=0))
-    growing = decide(KvBudget(bounds(headroom=0)), serving, now=0, serving_wanted_bytes=wanted)
-    assert growing.serving_bytes >= min(100, serving + wanted)
+    growing = decide(KvBudget(bounds(headroom=0)), serving, now=0, serving_wanted_bytes=wanted_bytes)
+    assert growing.serving_bytes >= min(100, serving + wanted_bytes)
     budget = decide(memory, 0, now=0).budget_bytes
-    shares = decide(memory, serving, now=1, serving_wanted_bytes=wanted, guest_bytes=min(guest, budget))
-    assert shares.serving_bytes >= min(100, serving + wanted)
+    shares = decide(memory, serving, now=1, serving_wanted_bytes=wanted_bytes, guest_bytes=min(guest, budget))
+    assert shares.serving_bytes >= min(100, serving + wanted_bytes)
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
-def test_what_is_preempted_keeps_its_prefixes_until_serving_takes_the_room(first: int, use: int, later: int) -> None:
+def test_preempted_turn_keeps_its_prefixes_until_serving_takes_the_memory(first: int, use: int, later: int) -> None:
     memory = KvBudget(bounds())
     budget = decide(memory, 0, now=0).budget_bytes
     cut = decide(memory, first, now=1, guest_bytes=budget)
@@ -218,7 +216,7 @@ def test_what_is_preempted_keeps_its_prefixes_until_serving_takes_the_room(first
     assert after.kept_bytes == max(after.budget_bytes, min(held, 100 - later - free))
 
 
-def test_a_guest_grows_over_cached_prefixes_only_once_they_are_no_longer_hit() -> None:
+def test_guest_grows_over_cached_prefixes_only_without_recent_hits() -> None:
     memory = KvBudget(bounds())
     assert decide(memory, 10, now=0, serving_cached_bytes=50, serving_hit_bytes=3).budget_bytes == 20
     assert decide(memory, 10, now=QUIET - 1, serving_cached_bytes=50).budget_bytes == 20
@@ -226,7 +224,7 @@ def test_a_guest_grows_over_cached_prefixes_only_once_they_are_no_longer_hit() -
     assert decide(memory, 10, now=3 * QUIET, serving_cached_bytes=50).budget_bytes == 70
 
 
-def test_where_pools_are_fixed_the_pool_is_the_guests() -> None:
+def test_fixed_pool_belongs_entirely_to_the_guest() -> None:
     memory = KvBudget(bounds(pool=40, moves=False))
     for serving in (0, 60):
         shares = decide(memory, serving, now=0, serving_wanted_bytes=30)
@@ -236,6 +234,6 @@ def test_where_pools_are_fixed_the_pool_is_the_guests() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"pool": 0}, {"pool": 101}, {"block": 0}, {"headroom": 101}, {"headroom": -1}])
-def test_bounds_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_bounds_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         bounds(**wrong)

@@ -1,4 +1,4 @@
-"""Blocks of a tenant: none is lost, what is kept is found, and pages are given back of what nobody may touch alone."""
+"""Blocks of a tenant: none is lost, kept blocks are found, and only untouchable pages are returned."""
 
 import ctypes
 from typing import Any
@@ -21,7 +21,7 @@ BLOCK_BYTES = 2 * STRIDE
 
 
 def cache() -> tuple[torch.Tensor, CachePages]:
-    """Two layers of BLOCKS blocks, as vLLM lays them on a CPU."""
+    """Return two layers of BLOCKS blocks, as vLLM allocates them on a CPU."""
     memory = torch.full((BLOCKS * BLOCK_BYTES,), 7, dtype=torch.uint8)
     layers = KVCacheTensor(
         size=memory.nbytes, layers=["0", "1"], layer_stride=BLOCKS * STRIDE, block_stride=STRIDE, offset=0
@@ -30,7 +30,7 @@ def cache() -> tuple[torch.Tensor, CachePages]:
 
 
 @given(st.sets(st.integers(0, BLOCKS - 1)))
-def test_what_is_not_given_back_keeps_its_bytes(blocks: set[int]) -> None:
+def test_unreturned_pages_keep_their_bytes(blocks: set[int]) -> None:
     memory, pages = cache()
     pages.return_blocks(blocks)
     by_block = memory.view(2, BLOCKS, STRIDE)
@@ -40,7 +40,7 @@ def test_what_is_not_given_back_keeps_its_bytes(blocks: set[int]) -> None:
 
 
 @given(st.integers(0, 9 * 4096), st.integers(0, 9 * 4096))
-def test_of_a_cache_that_is_given_back_whole_no_page_is_left_and_no_neighbour_loses_a_byte(a: int, b: int) -> None:
+def test_fully_returned_cache_leaves_no_page_and_changes_no_neighbour(a: int, b: int) -> None:
     memory = torch.full((9 * 4096,), 7, dtype=torch.uint8)
     begin, end = sorted((a, b))
     cache = torch.frombuffer(memory.numpy().data[begin:end], dtype=torch.uint8) if begin < end else memory[:0].clone()
@@ -49,7 +49,7 @@ def test_of_a_cache_that_is_given_back_whole_no_page_is_left_and_no_neighbour_lo
     assert int((cache == 7).sum()) < 2 * 4096
 
 
-def test_a_cache_whose_memory_is_locked_can_be_let_go_of() -> None:
+def test_cache_in_locked_memory_can_be_released() -> None:
     cache = torch.full((9 * 4096,), 7, dtype=torch.uint8)
     at = ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(cache.nbytes)
     assert ctypes.CDLL(None).mlock(*at) == 0
@@ -61,7 +61,7 @@ def test_a_cache_whose_memory_is_locked_can_be_let_go_of() -> None:
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests that take, find and free blocks, while the pool is fitted anew between any two of them."""
+    """Requests that take, hit and free blocks, while the pool is resized between any two of them."""
 
     @initialize()
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class Requests(RuleBasedStateMachine):
         self.pool = KvPool(self.vllm, BLOCK_BYTES, pages)
         self.held: list[list[KVCacheBlock]] = []
         self.written: dict[bytes, int] = {}
-        """By prefix, its block when it was written."""
+        """The block of each prefix when it was written."""
         self.names = 0
         self.most_used = self.most_there = self.pool.blocks
 
@@ -85,7 +85,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 100), full=st.integers(0, 12))
     def ends(self, which: int, full: int) -> None:
-        """With so many of its blocks full, which vLLM then caches."""
+        """End a request with this many full blocks, which vLLM then caches."""
         blocks = self.held.pop(which % len(self.held))
         for block in blocks[:full]:
             if block.block_hash is None:
@@ -135,7 +135,7 @@ TestRequests = Requests.TestCase
 
 
 def of(pool: KvPool, prefixes: int) -> list[Any]:
-    """So many blocks that a request has left, each with a prefix of its own; the oldest first."""
+    """Return this many blocks of an ended request, each with its own prefix, oldest first."""
     blocks = pool._pool.get_new_blocks(prefixes)
     for block in blocks:
         name = make_block_hash_with_group_id(BlockHash(str(block.block_id).encode()), 0)
@@ -144,7 +144,7 @@ def of(pool: KvPool, prefixes: int) -> list[Any]:
     return list(blocks)
 
 
-def test_what_is_kept_beyond_the_budget_is_the_youngest_prefixes_and_the_oldest_of_those_goes_first() -> None:
+def test_kept_prefixes_are_the_youngest_and_evicted_oldest_first() -> None:
     pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
     blocks = of(pool, 20)
     pool.limit(0, 15)
@@ -155,7 +155,7 @@ def test_what_is_kept_beyond_the_budget_is_the_youngest_prefixes_and_the_oldest_
     assert pool.free == 12 and [block.block_hash is not None for block in blocks] == [False] * 10 + [True] * 10
 
 
-def test_a_kept_prefix_that_a_request_finds_is_the_requests() -> None:
+def test_kept_prefix_hit_by_a_request_belongs_to_the_request() -> None:
     pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
     blocks = of(pool, 10)
     pool.limit(5, 15)
@@ -168,7 +168,7 @@ def test_a_kept_prefix_that_a_request_finds_is_the_requests() -> None:
     assert pool.used == 0 and all(block.block_hash is not None for block in blocks)
 
 
-def test_a_prefix_that_a_request_holds_is_not_cached_room() -> None:
+def test_prefix_held_by_a_request_is_not_reclaimable() -> None:
     pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
     blocks = of(pool, 12)
     assert (pool.used, pool.cached) == (0, 12)

@@ -1,4 +1,4 @@
-"""Serving has the blocks of its next step whatever the guest's requests found among the prefixes that it kept."""
+"""Serving gets the blocks of its next step regardless of prefix hits of the guest's requests."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,10 @@ from rose.workers.lender.config import LendConfig, MemoryConfig
 from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing
 
 SERVING_BYTES, GUEST_BYTES = 300, 100
-"""Of a block."""
+"""Bytes of a block."""
 
 
-class Turns(dict[str, list[KVCacheBlock]]):
+class ScriptedTurns(dict[str, list[KVCacheBlock]]):
     """The guest's engine: the blocks of each of its turns."""
 
     version, longest_tokens, steps = 1, 1, 0
@@ -25,14 +25,14 @@ class Turns(dict[str, list[KVCacheBlock]]):
         return [HeldTurn(name, held_tokens=len(blocks), most_tokens=1) for name, blocks in self.items()]
 
 
-class World:
-    """Serving's 20 blocks, and a guest that may hold twice as many of a third of their size."""
+class KvSharingFixture:
+    """Serving with 20 blocks, and a guest that may hold twice as many of a third of their size."""
 
     def __init__(self) -> None:
         self.serving = KvPool(BlockPool(21, enable_caching=True, hash_block_size=1), SERVING_BYTES, None)
         self.guest = KvPool(BlockPool(41, enable_caching=True, hash_block_size=1), GUEST_BYTES, None)
         self.guest.withhold(self.guest.blocks)
-        self.turns, self.wanted_blocks = Turns(), 0
+        self.turns, self.wanted_blocks = ScriptedTurns(), 0
         config = LendConfig(model_folder="", socket="", memory=MemoryConfig(headroom=0.1, quiet_seconds=3600.0))
         self.sharing = KvSharing(self, self.turns, self.guest, config)  # type: ignore[arg-type]
 
@@ -45,11 +45,11 @@ class World:
     def take_hit_bytes(self) -> int:
         return 0
 
-    def give_up(self, name: str, _: str) -> None:
+    def preempt(self, name: str, _: str) -> None:
         self.guest._pool.free_blocks(reversed(self.turns.pop(name)))
 
     def look(self, *, grow: bool = False, most_bytes: int = NO_LIMIT) -> None:
-        self.sharing.rebalance(self.give_up, most_bytes=most_bytes, grow=grow)
+        self.sharing.rebalance(self.preempt, most_bytes=most_bytes, grow=grow)
         self.holds()
 
     def look_within(self, *, most_bytes: int = NO_LIMIT) -> bool:
@@ -67,84 +67,88 @@ class World:
         assert self.serving.free >= self.wanted_blocks, "serving waits for a block that the guest holds"
 
     def begin(self, name: str, found: list[Any], new: int) -> None:
-        """In a step of the guest."""
+        """Begin a step of the guest."""
         self.turns.steps += 1
         self.guest._pool.touch(found)
         self.turns[name] = [*found, *self.guest._pool.get_new_blocks(new)]
 
 
-def test_what_a_turn_found_among_the_kept_counts_before_it_is_decided_who_is_cut() -> None:
-    world = World()
-    world.look(grow=True)
-    world.begin("first", [], 30)
-    for block in world.turns["first"]:
+def test_prefix_hits_count_before_the_choice_of_cut_turns() -> None:
+    sharing_fixture = KvSharingFixture()
+    sharing_fixture.look(grow=True)
+    sharing_fixture.begin("first", [], 30)
+    for block in sharing_fixture.turns["first"]:
         name = make_block_hash_with_group_id(BlockHash(str(block.block_id).encode()), 0)
-        world.guest._pool._insert_block_hash(name, block, num_tokens=1)
-    world.wanted_blocks = 8
-    world.look()
-    assert not world.turns, "it was cut, and its prefix is kept"
-    kept = list(world.guest._kept)
+        sharing_fixture.guest._pool._insert_block_hash(name, block, num_tokens=1)
+    sharing_fixture.wanted_blocks = 8
+    sharing_fixture.look()
+    assert not sharing_fixture.turns, "it was cut, and its prefix is kept"
+    kept = list(sharing_fixture.guest._kept)
     assert len(kept) >= 10
-    world.begin("second", [], 10)
-    world.begin("resumed", kept, 2)
-    world.wanted_blocks = 16
-    world.look()
+    sharing_fixture.begin("second", [], 10)
+    sharing_fixture.begin("resumed", kept, 2)
+    sharing_fixture.wanted_blocks = 16
+    sharing_fixture.look()
 
 
-def test_the_guest_s_pool_grows_to_what_is_granted_and_no_further() -> None:
-    world = World()
+def test_guest_pool_grows_to_its_grant_and_no_further() -> None:
+    sharing_fixture = KvSharingFixture()
     for _ in range(3):
-        world.look(grow=True, most_bytes=20 * GUEST_BYTES)
-    assert world.guest.available == 20 and not world.sharing.can_grow
-    world.begin("turn", [], 15)
-    world.look(grow=True, most_bytes=10 * GUEST_BYTES)
-    assert not world.turns and world.guest.available <= 10 and world.serving.available >= 16
-    world.look(grow=True)
-    assert world.guest.available == 40
+        sharing_fixture.look(grow=True, most_bytes=20 * GUEST_BYTES)
+    assert sharing_fixture.guest.available == 20 and not sharing_fixture.sharing.can_grow
+    sharing_fixture.begin("turn", [], 15)
+    sharing_fixture.look(grow=True, most_bytes=10 * GUEST_BYTES)
+    assert (
+        not sharing_fixture.turns and sharing_fixture.guest.available <= 10 and sharing_fixture.serving.available >= 16
+    )
+    sharing_fixture.look(grow=True)
+    assert sharing_fixture.guest.available == 40
 
 
-def test_within_a_step_that_stands_still_the_guest_gives_what_no_turn_holds_and_no_more() -> None:
-    """Also where serving's cache was reset meanwhile, which takes back what it lends until the next look."""
-    world = World()
-    world.look(grow=True)
-    there = world.guest.available
-    world.begin("first", [], 15)
-    world.serving.withhold(0)
-    assert world.look_within()
-    world.wanted_blocks = 9
-    assert world.look_within() and world.guest.available < there and world.turns, "its budget was halved, and is enough"
-    world.wanted_blocks = 17
-    assert not world.look_within() and len(world.turns) == 1
-    world.look()
-    assert not world.turns
+def test_paused_step_gives_only_memory_that_no_turn_holds() -> None:
+    """This also holds after a reset of serving's cache, which takes lent memory back until the next check."""
+    sharing_fixture = KvSharingFixture()
+    sharing_fixture.look(grow=True)
+    there = sharing_fixture.guest.available
+    sharing_fixture.begin("first", [], 15)
+    sharing_fixture.serving.withhold(0)
+    assert sharing_fixture.look_within()
+    sharing_fixture.wanted_blocks = 9
+    assert sharing_fixture.look_within() and sharing_fixture.guest.available < there and sharing_fixture.turns, (
+        "its budget was halved, and is enough"
+    )
+    sharing_fixture.wanted_blocks = 17
+    assert not sharing_fixture.look_within() and len(sharing_fixture.turns) == 1
+    sharing_fixture.look()
+    assert not sharing_fixture.turns
 
 
-def test_a_step_does_not_stand_still_over_a_grant_that_its_turns_do_not_fit_in() -> None:
-    world = World()
-    world.look(grow=True)
-    world.begin("first", [], 15)
-    assert world.look_within(most_bytes=15 * GUEST_BYTES) and world.guest.available == 15
-    assert not world.look_within(most_bytes=14 * GUEST_BYTES)
+def test_step_is_not_paused_by_a_grant_below_its_turns() -> None:
+    sharing_fixture = KvSharingFixture()
+    sharing_fixture.look(grow=True)
+    sharing_fixture.begin("first", [], 15)
+    assert sharing_fixture.look_within(most_bytes=15 * GUEST_BYTES) and sharing_fixture.guest.available == 15
+    assert not sharing_fixture.look_within(most_bytes=14 * GUEST_BYTES)
 
 
-def test_what_was_decided_within_a_step_is_told_and_counted_once_it_is_done() -> None:
-    world = World()
-    world.look(grow=True)
-    world.begin("first", [], 30)
-    world.sharing.take_stats()
-    world.wanted_blocks = 12
-    assert not world.look_within() and world.sharing.take_changed()
-    world.look()
-    told = world.sharing.take_stats()
-    assert told.cuts == 1 and told.cut_seconds > 0 and told.frozen and told.preempted == 1
-    assert not world.sharing.take_changed()
+def test_decision_within_a_step_is_reported_and_counted_after_the_step() -> None:
+    sharing_fixture = KvSharingFixture()
+    sharing_fixture.look(grow=True)
+    sharing_fixture.begin("first", [], 30)
+    sharing_fixture.sharing.take_stats()
+    sharing_fixture.wanted_blocks = 12
+    assert not sharing_fixture.look_within() and sharing_fixture.sharing.take_changed()
+    sharing_fixture.look()
+    stats = sharing_fixture.sharing.take_stats()
+    assert stats.cuts == 1 and stats.cut_seconds > 0 and stats.frozen and stats.preempted == 1
+    assert not sharing_fixture.sharing.take_changed()
 
 
-def test_what_serving_wanted_while_a_step_stood_still_is_not_grown_over() -> None:
-    seen, unseen = World(), World()
+def test_guest_does_not_grow_over_serving_demand_of_a_paused_step() -> None:
+    seen, unseen = KvSharingFixture(), KvSharingFixture()
     seen.wanted_blocks = 12
     assert seen.look_within()
-    for world in (seen, unseen):
-        world.wanted_blocks = 0
-        world.look(grow=True)
+    for sharing_fixture in (seen, unseen):
+        sharing_fixture.wanted_blocks = 0
+        sharing_fixture.look(grow=True)
     assert seen.guest.available * GUEST_BYTES <= (20 - 12) * SERVING_BYTES < unseen.guest.available * GUEST_BYTES

@@ -1,4 +1,4 @@
-"""The life of a guest: one build at a time, no lending against a stop, bounded waits after faults, no standstill."""
+"""The lifecycle of a guest: one build at a time, no lending against a stop, bounded waits after faults, no deadlock."""
 
 import copy
 

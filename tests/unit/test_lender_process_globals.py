@@ -1,4 +1,4 @@
-"""What is the process's, while a guest steps and after."""
+"""Process globals during and after a guest step."""
 
 import os
 from pathlib import Path
@@ -17,25 +17,25 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def apart() -> GlobalsSwap:
+def globals_swap() -> GlobalsSwap:
     return globals_for_build()
 
 
-def test_guests_have_a_group_apart_from_serving_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guest_has_a_tensor_parallel_group_separate_from_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "_TP", "serving's")
-    apart = globals_for_build()
-    with apart.as_guest_build():
+    globals_swap = globals_for_build()
+    with globals_swap.as_guest_build():
         assert parallel_state._TP == "serving's"
         parallel_state._TP = "the guest's"
     assert parallel_state._TP == "serving's"
-    with apart.as_guest():
+    with globals_swap.as_guest():
         assert parallel_state._TP == "the guest's"
 
 
-def test_where_serving_s_worker_is_elsewhere_the_next_guest_has_the_group_of_the_first(
+def test_later_guest_reuses_the_group_of_the_first_without_a_local_serving_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM makes all of its groups or none: a second guest that found no more than the others could not be built."""
+    """vLLM creates all of its groups or none: a second guest that found only some could not be built."""
     monkeypatch.setattr(parallel_state, "_TP", None)
     with globals_for_build().as_guest_build():
         parallel_state._TP = "of guests"
@@ -44,9 +44,9 @@ def test_where_serving_s_worker_is_elsewhere_the_next_guest_has_the_group_of_the
         assert parallel_state._TP == "of guests"
 
 
-def test_a_guest_whose_building_stands_still_keeps_nothing_back_that_its_host_prints(apart: GlobalsSwap) -> None:
-    """vLLM turns the process's standard output away while it makes a group."""
-    with apart.as_guest_build():
+def test_paused_guest_build_does_not_hold_back_host_output(globals_swap: GlobalsSwap) -> None:
+    """vLLM redirects the standard output of the process while it creates a group."""
+    with globals_swap.as_guest_build():
         quiet = parallel_state.suppress_stdout()
         with quiet:
             assert Path("/proc/self/fd/1").readlink() != Path(os.devnull)
@@ -54,8 +54,8 @@ def test_a_guest_whose_building_stands_still_keeps_nothing_back_that_its_host_pr
 
 
 @pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
-def test_nothing_is_compiled_for_a_guest_and_its_host_compiles_as_ever(apart: GlobalsSwap, phase: str) -> None:
-    """Serving would stand still for as long as that takes."""
+def test_guest_is_not_compiled_and_host_compilation_is_unchanged(globals_swap: GlobalsSwap, phase: str) -> None:
+    """Serving would stand still for the duration of the compilation."""
     compiled: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
@@ -66,19 +66,19 @@ def test_nothing_is_compiled_for_a_guest_and_its_host_compiles_as_ever(apart: Gl
     def twice(numbers: torch.Tensor) -> torch.Tensor:
         return numbers * 2
 
-    with getattr(apart, phase)():
+    with getattr(globals_swap, phase)():
         assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0] and not compiled
     assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0] and len(compiled) == 1
-    with getattr(apart, phase)():
+    with getattr(globals_swap, phase)():
         assert twice(torch.ones(4)).tolist() == [2.0, 2.0, 2.0, 2.0] and len(compiled) == 1
 
 
-def test_what_the_host_makes_while_a_step_stands_still_is_as_the_host_makes_it(apart: GlobalsSwap) -> None:
-    """A tensor that was made in inference mode could not be written to in a step of serving's that is in none."""
+def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(globals_swap: GlobalsSwap) -> None:
+    """A tensor made in inference mode could not be written in a serving step outside of inference mode."""
     outside = torch.get_rng_state()
-    with apart.as_guest(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
+    with globals_swap.as_guest(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
         torch.manual_seed(7)
-        with apart.as_host():
+        with globals_swap.as_host():
             made = torch.zeros(3)
             assert torch.equal(torch.get_rng_state(), outside) and not is_forward_context_available()
             torch.rand(1)
@@ -89,10 +89,10 @@ def test_what_the_host_makes_while_a_step_stands_still_is_as_the_host_makes_it(a
     assert torch.equal(torch.get_rng_state(), outside)
 
 
-def test_a_guest_does_not_bind_the_memory_of_its_hosts_process_again(
-    apart: GlobalsSwap, capfd: pytest.CaptureFixture[str]
+def test_guest_does_not_rebind_the_memory_of_its_host_process(
+    globals_swap: GlobalsSwap, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with apart.as_guest_build():
+    with globals_swap.as_guest_build():
         torch.ops._C.init_cpu_memory_env([0])
     assert "NUMA" not in capfd.readouterr().err
     assert isinstance(torch.ops._C.init_cpu_memory_env, torch._ops.OpOverloadPacket)

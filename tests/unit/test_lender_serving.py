@@ -1,4 +1,4 @@
-"""What admission is told of serving: tokens by what they cost it, moments by one clock."""
+"""The view of serving for admission: tokens by their cost, times by one clock."""
 
 import time
 from collections import deque
@@ -21,9 +21,9 @@ class Server:
         self.input_queue = SimpleNamespace(queue=deque())
         self.scheduler = self
         self.next: dict[str, int] = {}
-        self.told: list[dict[str, Any]] = []
+        self.step_arguments: list[dict[str, Any]] = []
         self.admission = Admission(Promise(), serving_step_tokens=512)
-        self.admission.on_serving_step = lambda **told: self.told.append(told)  # type: ignore[method-assign]
+        self.admission.on_serving_step = lambda **step_arguments: self.step_arguments.append(step_arguments)  # type: ignore[method-assign]
         self.view = ServingView(self, self.admission)
 
     def schedule(self) -> Any:
@@ -50,25 +50,25 @@ class Server:
         began = time.monotonic()
         self.scheduler.schedule()
         self.view.on_step(began, time.monotonic())
-        return self.told[-1]
+        return self.step_arguments[-1]
 
 
-def test_chunks_are_prompt_until_the_first_token_and_what_was_preempted_is_prompt_again() -> None:
+def test_chunks_count_as_prefill_until_the_first_token_and_after_preemption() -> None:
     server = Server()
     one, other = server.take("one", time.time()), server.take("other", time.time())
     other.num_output_tokens = 1
-    told = server.step(one=60, other=100)
-    assert (told["prompt_tokens"], told["decoding"], told["held"]) == (160, 0, 2)
+    step_arguments = server.step(one=60, other=100)
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"], step_arguments["held"]) == (160, 0, 2)
     one.num_output_tokens = 1
-    told = server.step(one=40, other=1)
-    assert (told["prompt_tokens"], told["decoding"]) == (40, 1)
-    told = server.step(one=1, other=1)
-    assert (told["prompt_tokens"], told["decoding"]) == (0, 2)
-    told = server.step(one=103, other=1)  # it was preempted, and computes all of its tokens anew
-    assert (told["prompt_tokens"], told["decoding"]) == (103, 1)
+    step_arguments = server.step(one=40, other=1)
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (40, 1)
+    step_arguments = server.step(one=1, other=1)
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (0, 2)
+    step_arguments = server.step(one=103, other=1)  # it was preempted, and computes all of its tokens again
+    assert (step_arguments["prompt_tokens"], step_arguments["decoding"]) == (103, 1)
 
 
-def test_no_request_has_arrived_later_than_now_whatever_the_hosts_clock_does() -> None:
+def test_arrival_time_is_never_in_the_future_at_any_host_clock() -> None:
     server = Server()
     server.take("early", time.time() - 0.5)
     server.take("set back", time.time() + 3600.0)
@@ -77,7 +77,7 @@ def test_no_request_has_arrived_later_than_now_whatever_the_hosts_clock_does() -
     assert early == pytest.approx(now - 0.5, abs=0.1) and late <= now
 
 
-def test_requests_that_were_aborted_between_two_steps_are_forgotten_though_serving_never_rests() -> None:
+def test_aborted_requests_are_forgotten_although_serving_is_never_idle() -> None:
     server = Server()
     server.take("stays", time.time()).num_output_tokens = 1
     for number in range(50):

@@ -1,4 +1,4 @@
-"""What steps cost, serving's and the guest's, is learned from them: noise, stalls and changes are told apart."""
+"""Step costs of serving and guest are learned from steps: noise, stalls and changes are distinguished."""
 
 import math
 import random
@@ -13,11 +13,11 @@ from rose.workers.lender.admission import ArrivalRate, ServingCost
 STEP_TOKENS = 512
 NOW = 1000.0
 EXACT = 1e-6
-"""Seconds by which sums of floats may differ."""
+"""Tolerance of float sums, in seconds."""
 
 
-def test_a_stall_of_serving_s_loop_is_no_credit() -> None:
-    """Steps of 1 ms and 0.5 ms a token: what is for tokens earns nothing, neither before a stall nor after it."""
+def test_stall_of_the_serving_loop_gives_no_credit() -> None:
+    """Steps take 1 ms and 0.5 ms a token: the time of tokens earns no credit, neither before nor after a stall."""
     cost, draw, earned = ServingCost(step_tokens=STEP_TOKENS), random.Random(5), []
     for number in range(600):
         decoding = draw.randint(1, 20)
@@ -27,7 +27,7 @@ def test_a_stall_of_serving_s_loop_is_no_credit() -> None:
     assert max(earned) < 0.002 and sum(earned) / len(earned) < 0.0015
 
 
-def test_a_cost_that_has_changed_for_good_is_followed() -> None:
+def test_permanent_cost_change_is_followed() -> None:
     cost = ServingCost(step_tokens=STEP_TOKENS)
     for number in range(700):
         cost.observe(prompt_tokens=0, decoding=8, seconds=0.05 if number >= 500 else 0.002)
@@ -35,8 +35,8 @@ def test_a_cost_that_has_changed_for_good_is_followed() -> None:
 
 
 @given(st.integers(0, 2**32), st.floats(0.02, 0.5))
-def test_about_nine_steps_in_ten_end_within_the_cautious_price(seed: int, noise: float) -> None:
-    """The error finds the noise, and falls again once it is gone."""
+def test_nine_of_ten_steps_end_within_the_cautious_price(seed: int, noise: float) -> None:
+    """The error follows the noise, and falls again once the noise is gone."""
     draw = random.Random(seed)
     cost, within = StepCost(base_seconds=1.0, token_seconds=1.0), 0
     for number in range(1500):
@@ -52,7 +52,7 @@ def test_about_nine_steps_in_ten_end_within_the_cautious_price(seed: int, noise:
 
 
 @given(st.floats(0, 10), st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3))
-def test_tokens_within_are_the_most_that_fit(seconds: float, base: float, token: float) -> None:
+def test_tokens_within_is_the_largest_fitting_number(seconds: float, base: float, token: float) -> None:
     cost = StepCost(base_seconds=base, token_seconds=token)
     tokens = cost.tokens_within(seconds)
     assert tokens == 0 or cost.bounded_seconds(tokens) <= seconds + EXACT
@@ -60,9 +60,7 @@ def test_tokens_within_are_the_most_that_fit(seconds: float, base: float, token:
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 0.6))
-def test_steps_that_are_bounded_end_within_their_bound_but_for_one_in_a_hundred_and_stalls(
-    seed: int, noise: float
-) -> None:
+def test_bounded_steps_end_within_their_bound_in_99_of_100_cases_without_stalls(seed: int, noise: float) -> None:
     draw = random.Random(seed)
     cost, beyond = StepCost(base_seconds=0.003, token_seconds=0.0001), 0
     for number in range(2000):
@@ -75,8 +73,8 @@ def test_steps_that_are_bounded_end_within_their_bound_but_for_one_in_a_hundred_
     assert beyond <= 15 and cost.tokens_within(0.02) > 100, "a stall makes no step smaller"
 
 
-def test_decodes_whose_contexts_grow_are_followed() -> None:
-    """A decode costs 2 ms and 0.5 us for each context token; conversations of 100 to 2,000 tokens come and go."""
+def test_growing_decode_contexts_are_followed() -> None:
+    """A decode costs 2 ms and 0.5 us per context token; conversations of 100 to 2,000 tokens come and go."""
     cost, draw = ServingCost(step_tokens=STEP_TOKENS), random.Random(7)
     contexts = [draw.randint(100, 2000) for _ in range(8)]
     late = 0
@@ -90,7 +88,7 @@ def test_decodes_whose_contexts_grow_are_followed() -> None:
     assert late < 0.1 * 2500 and cost.decode.error < 0.2
 
 
-def test_a_long_prompt_is_priced_in_all_its_steps() -> None:
+def test_long_prompt_price_covers_all_its_steps() -> None:
     cost = ServingCost(step_tokens=100)
     for tokens in (10, 50, 90) * 500:
         cost.observe(prompt_tokens=tokens, decoding=10, seconds=0.002 + 0.0001 * (tokens + 10))
@@ -99,7 +97,7 @@ def test_a_long_prompt_is_priced_in_all_its_steps() -> None:
     assert cost.prefill_seconds(0, 10) == 0.0
 
 
-def test_rare_prompts_have_a_small_price_and_old_ones_none() -> None:
+def test_rare_prompts_have_a_small_price_and_old_prompts_none() -> None:
     rare, often = ArrivalRate(), ArrivalRate()
     rare.on_arrival(100, NOW)
     for number in range(1000):
@@ -110,8 +108,8 @@ def test_rare_prompts_have_a_small_price_and_old_ones_none() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("late", [0.015, 0.021, 0.024])
-def test_a_token_s_price_that_lets_steps_of_one_size_alone_be_made_is_seen_to_be_wrong(seed: int, late: float) -> None:
-    """Learned when the machine was slow for a moment: without a step of another size it would stand for ever."""
+def test_wrong_token_price_that_allows_one_step_size_is_corrected(seed: int, late: float) -> None:
+    """The price was learned in a slow moment of the machine: without a step of another size it would stay forever."""
     draw = random.Random(seed)
     cost, sizes = StepCost(base_seconds=0.01, token_seconds=0.0001), []
     for tokens, seconds in ((1, 0.008), (2, late), (1, 0.008), (2, late), (1, 0.009)):
@@ -125,8 +123,8 @@ def test_a_token_s_price_that_lets_steps_of_one_size_alone_be_made_is_seen_to_be
     assert min(sizes[-100:]) >= 4
 
 
-def test_decodes_of_one_size_do_not_make_a_token_cheap() -> None:
-    """What the steps with prompts told of it is planned with as long as it is known at all, and told for ever."""
+def test_decodes_of_one_size_do_not_lower_the_token_price() -> None:
+    """The token price of steps with prompts is used for plans while it is recent, and reported forever."""
     cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
     for number in range(50):
         cost.observe(8 + 64 * (number % 2), 0.004 + 0.0005 * (8 + 64 * (number % 2)))

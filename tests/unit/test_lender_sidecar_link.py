@@ -1,4 +1,5 @@
-"""Who knocks at a server: taken in with what it brings, or sent away, and gone when its connection is."""
+"""Connections to a server's sidecar socket: accepted with their descriptors, or rejected, and closed with the
+connection."""
 
 import logging
 import os
@@ -27,7 +28,7 @@ BEAT_SECONDS = 0.05
 
 
 class Host:
-    """A loop that is woken."""
+    """A loop that can be woken."""
 
     def __init__(self, path: Path) -> None:
         self.woken = threading.Semaphore(0)
@@ -50,7 +51,7 @@ def host(path: Path) -> Host:
 
 
 @pytest.fixture
-def beside(host: Host, path: Path) -> Iterator[Connection]:
+def sidecar(host: Host, path: Path) -> Iterator[Connection]:
     with closing(connect(path)) as end:
         host.wait()
         yield end
@@ -62,37 +63,37 @@ def order(end: Connection, message: bytes) -> None:
 
 
 def ended(end: Connection) -> bool:
-    """Whether the other end is gone."""
+    """Whether the peer has closed."""
     return bool(select.select([end.connection], [], [], 0)[0])
 
 
-def test_orders_and_reports_cross_the_link(host: Host, beside: Connection) -> None:
+def test_commands_and_reports_cross_the_link(host: Host, sidecar: Connection) -> None:
     assert host.feeder.connection is not None
-    order(beside, b"order")
+    order(sidecar, b"order")
     RingBuffer(host.feeder.connection.channel.reports).write(b"report")
     assert list(RingBuffer(host.feeder.connection.channel.commands).read()) == [b"order"]
-    assert list(RingBuffer(beside.channel.reports).read()) == [b"report"]
-    assert not ended(beside)
+    assert list(RingBuffer(sidecar.channel.reports).read()) == [b"report"]
+    assert not ended(sidecar)
 
 
-def test_an_order_wakes_the_loop_only_while_it_sleeps_also_if_it_came_before(host: Host, beside: Connection) -> None:
-    order(beside, b"order")
+def test_command_wakes_the_loop_only_while_asleep_even_if_sent_before(host: Host, sidecar: Connection) -> None:
+    order(sidecar, b"order")
     assert not host.woken.acquire(timeout=4 * BEAT_SECONDS)
     host.feeder.arm_wakeup()
     host.wait()
     host.feeder.arm_wakeup()
-    order(beside, b"another")
+    order(sidecar, b"another")
     host.wait()
 
 
-def test_a_loop_that_sleeps_is_woken_for_its_heartbeat(host: Host, beside: Connection) -> None:
+def test_sleeping_loop_is_woken_for_its_heartbeat(host: Host, sidecar: Connection) -> None:
     host.feeder.arm_wakeup()
     began = time.monotonic()
     host.wait()
     assert time.monotonic() - began > BEAT_SECONDS / 2
 
 
-def test_a_process_beside_that_ends_is_seen_and_another_may_come(host: Host, path: Path) -> None:
+def test_ended_sidecar_is_detected_and_another_can_connect(host: Host, path: Path) -> None:
     for _ in range(3):
         end = connect(path)
         until(lambda: host.feeder.connection is not None)
@@ -101,7 +102,7 @@ def test_a_process_beside_that_ends_is_seen_and_another_may_come(host: Host, pat
     assert len(host.feeder.closed) == 3
 
 
-def test_a_knock_for_which_no_descriptor_is_left_does_not_take_the_interpreter(
+def test_connection_without_free_descriptor_does_not_end_the_interpreter(
     host: Host, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests = threading.Semaphore(0)
@@ -111,18 +112,18 @@ def test_a_knock_for_which_no_descriptor_is_left_does_not_take_the_interpreter(
         assert rests.acquire(timeout=WAIT_SECONDS)
 
 
-def test_who_comes_last_has_the_link(host: Host, path: Path, beside: Connection) -> None:
+def test_last_connected_sidecar_has_the_link(host: Host, path: Path, sidecar: Connection) -> None:
     first = host.feeder.connection
     with closing(connect(path)) as second:
         until(lambda: host.feeder.connection is not first and host.feeder.connection is not None)
         assert host.feeder.closed == [first]
         first.close()  # type: ignore[union-attr]
-        until(lambda: ended(beside))
+        until(lambda: ended(sidecar))
         assert not ended(second)
 
 
 @pytest.mark.parametrize("wrong", ["protocol", "count", "unsealed", "bell"])
-def test_who_brings_something_else_is_sent_away(
+def test_peer_with_an_invalid_greeting_is_rejected(
     host: Host, path: Path, wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
@@ -143,13 +144,13 @@ def test_who_brings_something_else_is_sent_away(
     connect(path).close()
 
 
-def test_what_a_killed_server_left_is_replaced_and_only_its_user_may_knock(path: Path) -> None:
+def test_socket_of_a_killed_server_is_replaced_and_only_its_user_may_connect(path: Path) -> None:
     listen(path).close()
     with closing(listen(path)):
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_configuration_is_reported_in_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "lend.json"
     with pytest.raises(UsageError, match="cannot be read"):
         read_config(file)
@@ -160,7 +161,7 @@ def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     assert read_config(file).socket == "s"
 
 
-def test_a_knock_that_fails_leaves_nothing_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_connection_leaves_no_descriptor_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> int:
         raise BrokenPipeError
 

@@ -1,6 +1,6 @@
-"""A simulation: why the slack alone is not enough, and that the occupancy guard holds what serving holds.
+"""A simulation: the slack alone is not enough, and the occupancy guard bounds the held requests.
 
-Every token in time, and yet by Little's law serving holds many times the requests that it would alone.
+With every token in time, serving still holds many times the requests that it would hold alone, by Little's law.
 """
 
 from functools import cache
@@ -8,25 +8,25 @@ from functools import cache
 import pytest
 
 from rose.workers.lender.admission import STRICT
-from tests.support.lender_fixtures import LenderSimulation, Seen, run
+from tests.support.lender_fixtures import LenderSimulation, SimulationResult, run
 
 LIGHT = LenderSimulation()
 HEAVY = LenderSimulation(prompt=8, token=0.0006)
-"""The work of single tokens takes more than half of the time: whatever stretches it further has no end."""
+"""The token work takes more than half of the time: any further stretch grows without bound."""
 
 BURSTY = LenderSimulation(rate=10.0, burst=10.0, token=0.00006)
 
-WORLDS = pytest.mark.parametrize("world", [LIGHT, HEAVY, BURSTY], ids=["light", "heavy", "bursty"])
+WORLDS = pytest.mark.parametrize("simulation", [LIGHT, HEAVY, BURSTY], ids=["light", "heavy", "bursty"])
 SEEDS = pytest.mark.parametrize("seed", [1, 2])
 
 
 @cache
-def seen(world: LenderSimulation, dial: float | None, seed: int) -> Seen:
-    return run(world, dial, seed)
+def seen(simulation: LenderSimulation, dial: float | None, seed: int) -> SimulationResult:
+    return run(simulation, dial, seed)
 
 
 @SEEDS
-def test_slack_alone_lets_serving_hold_five_times_as_much_though_no_token_is_late(seed: int) -> None:
+def test_slack_without_the_guard_raises_occupancy_fivefold_without_late_tokens(seed: int) -> None:
     alone, slack = seen(LIGHT, None, seed), seen(LIGHT, 1.0, seed)
     assert slack.served == alone.served
     assert slack.longest_gap < 0.03
@@ -36,11 +36,9 @@ def test_slack_alone_lets_serving_hold_five_times_as_much_though_no_token_is_lat
 @SEEDS
 @WORLDS
 @pytest.mark.parametrize("dial", [0.2, 0.5])
-def test_the_guard_holds_what_serving_holds_to_what_the_dial_says(
-    world: LenderSimulation, dial: float, seed: int
-) -> None:
-    """Against strict: what a request waits for a step that began before it came is the yield bound's."""
-    strict, slo = seen(world, STRICT, seed), seen(world, dial, seed)
+def test_guard_keeps_occupancy_within_the_dial(simulation: LenderSimulation, dial: float, seed: int) -> None:
+    """The comparison is with the strict dial: the wait for a step that began earlier belongs to the yield bound."""
+    strict, slo = seen(simulation, STRICT, seed), seen(simulation, dial, seed)
     assert slo.served == strict.served
     assert slo.occupancy < 1.1 * strict.occupancy / (1 - dial)
     assert slo.guest_tokens > 1.02 * strict.guest_tokens
@@ -48,7 +46,7 @@ def test_the_guard_holds_what_serving_holds_to_what_the_dial_says(
 
 @SEEDS
 @WORLDS
-def test_strict_leaves_serving_what_it_holds_alone(world: LenderSimulation, seed: int) -> None:
-    alone, strict = seen(world, None, seed), seen(world, STRICT, seed)
-    assert strict.occupancy < alone.occupancy + world.rate * 0.02
+def test_strict_dial_leaves_occupancy_as_without_guest(simulation: LenderSimulation, seed: int) -> None:
+    alone, strict = seen(simulation, None, seed), seen(simulation, STRICT, seed)
+    assert strict.occupancy < alone.occupancy + simulation.rate * 0.02
     assert strict.guest_tokens > 0

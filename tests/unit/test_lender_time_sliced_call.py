@@ -1,4 +1,4 @@
-"""A function in pieces: it moves only while it is let, and never stands still with a lock that others need."""
+"""A function in slices: it runs only while resumed, and never pauses with a lock that others need."""
 
 import logging
 import threading
@@ -25,7 +25,7 @@ def nothing() -> None:
     pass
 
 
-def test_it_stands_still_between_two_pieces_and_ends_with_what_it_made() -> None:
+def test_call_pauses_between_slices_and_ends_with_its_result() -> None:
     made = [0]
 
     def count() -> int:
@@ -45,7 +45,7 @@ def test_it_stands_still_between_two_pieces_and_ends_with_what_it_made() -> None
     assert pieces.slices > 2
 
 
-def test_what_it_raises_is_raised_once_it_is_done() -> None:
+def test_exception_of_the_call_is_raised_at_its_end() -> None:
     def fail() -> int:
         nothing()
         raise ValueError("of its own")
@@ -54,8 +54,8 @@ def test_what_it_raises_is_raised_once_it_is_done() -> None:
         finish(TimeSlicedCall(fail, "failing"))
 
 
-def test_who_let_it_go_on_can_log_and_import_whenever_it_stands_still(tmp_path: Path) -> None:
-    """A log line and an import hold locks; a deadlock here would last for ever."""
+def test_resuming_thread_can_log_and_import_during_every_pause(tmp_path: Path) -> None:
+    """A log call and an import hold locks; a deadlock here would last forever."""
     log = logging.getLogger("test_lender_pieces")
     log.addHandler(logging.FileHandler(tmp_path / "log"))
     log.setLevel(logging.INFO)
@@ -78,7 +78,7 @@ def test_who_let_it_go_on_can_log_and_import_whenever_it_stands_still(tmp_path: 
     assert pieces.slices > 1_000
 
 
-def test_it_is_not_waited_for_inside_a_call_that_cannot_be_cut() -> None:
+def test_resume_does_not_wait_inside_an_uninterruptible_call() -> None:
     pieces = TimeSlicedCall(lambda: time.sleep(0.3) or 1, "sleeping")  # type: ignore[func-returns-value]
     began = time.monotonic()
     assert not pieces.resume(PIECE_SECONDS)
@@ -110,7 +110,7 @@ def test_python_code_that_is_late_to_halt_does_not_run_beside_the_caller(monkeyp
     assert pieces.longest_seconds > GRACE_SECONDS
 
 
-def test_one_that_ends_while_nobody_waits_is_done() -> None:
+def test_call_that_ends_without_a_waiter_is_done() -> None:
     go = threading.Event()
 
     def wait() -> int:

@@ -1,4 +1,4 @@
-"""How the loop drives a guest's ranks: one thread speaks to them, all of them answer, two phases serve a version."""
+"""The loop drives a guest's ranks: one thread talks to them, all of them answer, and two phases activate a version."""
 
 import gc
 import os
@@ -23,16 +23,17 @@ SHAPES = {"model.norm.weight": (4,)}
 
 
 class Workers:
-    """Serving's executor over ranks that `answer` stands for: by rank and what it is asked for. It notes who asked."""
+    """Serving's executor over ranks. `answer` gives the result by rank and function, and the calling threads
+    are noted."""
 
     def __init__(self, answer: Callable[[int, str, Any], Any]) -> None:
         self.answer = answer
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.threads: set[int] = set()
 
     def collective_rpc(self, _: object, *, args: tuple[Any, ...]) -> list[tuple[bool, Any]]:
         name, *arguments = args
-        self.asked.append(name)
+        self.calls.append(name)
         self.threads.add(threading.get_ident())
         return [self._answered(rank, name, arguments) for rank in range(SIZE)]
 
@@ -48,7 +49,7 @@ def ranks_of(workers: Workers) -> TpDriver:
     return TpDriver(executor, SIZE)
 
 
-def test_what_fails_on_one_rank_has_failed_and_is_told_with_its_number() -> None:
+def test_failure_on_one_rank_is_raised_with_the_rank_number() -> None:
     def fails_on_one(rank: int, name: str, _: Any) -> str:
         if rank == 1:
             raise ValueError("no room")
@@ -61,7 +62,7 @@ def test_what_fails_on_one_rank_has_failed_and_is_told_with_its_number() -> None
     assert ranks_of(workers).call("load") == [(0, "load"), (1, "load"), (2, "load")]
 
 
-def test_what_a_thread_beside_asks_is_asked_by_the_loop_until_the_last_rank_has_done_it() -> None:
+def test_request_of_another_thread_is_repeated_by_the_loop_until_all_ranks_are_done() -> None:
     went = dict.fromkeys(range(SIZE), 0)
 
     def takes_as_many_pieces_as_its_number(rank: int, name: str, _: Any) -> Any:
@@ -77,11 +78,11 @@ def test_what_a_thread_beside_asks_is_asked_by_the_loop_until_the_last_rank_has_
         while ranks.has_pending_call:
             ranks.resume_pending(0.001)
     assert building.result() == ["of 0", "of 1", "of 2"]
-    assert workers.asked == ["begin", *["resume"] * SIZE] and workers.threads == {threading.get_ident()}
+    assert workers.calls == ["begin", *["resume"] * SIZE] and workers.threads == {threading.get_ident()}
     assert ranks.take_timings()[0] == SIZE and ranks.take_timings() == (0, 0.0)
 
 
-def test_what_fails_for_a_thread_beside_is_raised_there() -> None:
+def test_failure_for_another_thread_is_raised_in_that_thread() -> None:
     def fails(rank: int, name: str, _: Any) -> Any:
         if name == "resume":
             left[rank] -= 1
@@ -97,7 +98,7 @@ def test_what_fails_for_a_thread_beside_is_raised_there() -> None:
     assert max(left.values()) == 0, "it is over when the last rank is done, whatever became of the first"
 
 
-def test_a_function_that_rests_is_gone_on_with_as_often() -> None:
+def test_yielding_function_is_resumed_as_often_on_every_rank() -> None:
     def rests() -> int:
         for _ in range(3):
             yield_slice()
@@ -119,13 +120,13 @@ def checked(weights: TpWeights, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 @pytest.fixture
-def lies() -> Any:
+def staged_tensors() -> Any:
     buffer = os.memfd_create("test")
     yield StagedTensors(buffer, write_tensors(buffer, {name: torch.ones(shape) for name, shape in SHAPES.items()}))
     os.close(buffer)
 
 
-def test_a_version_is_prepared_on_the_last_rank_before_any_is_told_to_serve_it(lies: StagedTensors) -> None:
+def test_version_is_staged_on_all_ranks_before_activation_on_any(staged_tensors: StagedTensors) -> None:
     left = dict.fromkeys(range(SIZE), 0)
 
     def prepares(rank: int, name: str, arguments: Any) -> Any:
@@ -142,16 +143,16 @@ def test_a_version_is_prepared_on_the_last_rank_before_any_is_told_to_serve_it(l
 
     workers = Workers(prepares)
     weights = TpWeights(ranks_of(workers), SHAPES, torch.float32)
-    version = checked(weights, lies)
+    version = checked(weights, staged_tensors)
     pieces = sum(1 for _ in weights.stage(version))
     assert pieces == SIZE and all(value <= 0 for value in left.values())
-    assert "activate" not in workers.asked
+    assert "activate" not in workers.calls
     weights.activate(version)
-    assert workers.asked[-1] == "activate"
+    assert workers.calls[-1] == "activate"
 
 
-def test_a_rank_that_cannot_prepare_refuses_the_version_and_one_that_cannot_serve_it_breaks_the_engine(
-    lies: StagedTensors,
+def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_ends_the_engine(
+    staged_tensors: StagedTensors,
 ) -> None:
     def fails_at(what: str) -> Callable[[int, str, Any], Any]:
         def answer(rank: int, name: str, _: Any) -> bool:
@@ -163,9 +164,9 @@ def test_a_rank_that_cannot_prepare_refuses_the_version_and_one_that_cannot_serv
 
     weights = TpWeights(ranks_of(Workers(fails_at("continue_staging"))), SHAPES, torch.float32)
     with pytest.raises(SwapRefused, match="rank 2: no"):
-        list(weights.stage(checked(weights, lies)))
+        list(weights.stage(checked(weights, staged_tensors)))
     weights = TpWeights(ranks_of(Workers(fails_at("activate"))), SHAPES, torch.float32)
-    version = checked(weights, lies)
+    version = checked(weights, staged_tensors)
     list(weights.stage(version))
     with pytest.raises(EngineBroken, match="rank 2: no"):
         weights.activate(version)
@@ -173,8 +174,8 @@ def test_a_rank_that_cannot_prepare_refuses_the_version_and_one_that_cannot_serv
         checked(weights, iter([("model.norm.weight", torch.ones(4))]))
 
 
-def test_what_a_worker_holds_before_serving_begins_is_not_looked_through_again() -> None:
-    """vLLM has a heap looked through twice for each model that is loaded, in one piece."""
+def test_objects_of_a_worker_before_serving_are_frozen_for_the_garbage_collector() -> None:
+    """vLLM scans a heap twice in one piece for each loaded model."""
     host: Any = SimpleNamespace()
     try:
         assert call_worker(host, "process_id", False) == (True, current_process_id())

@@ -1,4 +1,4 @@
-"""What a server of `rose lend` leaves with and leaves behind; a program that is played stands in for vLLM's."""
+"""Exit status and remains of a `rose lend` server; a script stands in for vLLM's."""
 
 import os
 import signal
@@ -65,12 +65,11 @@ if __name__ == "__main__":
         ("dies", 1, 1),
     ],
 )
-def test_a_server_whose_core_was_lost_says_so_and_any_other_leaves_as_vllm_does(
+def test_server_with_a_lost_core_reports_that_and_any_other_exits_as_vllm(
     tmp_path: Path, does: str, status: int, left_with: int
 ) -> None:
-    """`serves`: until it is asked to stop, when it ends its core itself. `is cleared away`: it dies, and is sent a
-    signal once its server hears of that, as by vLLM. `leaves last`: the watchdog has left, and taken the page along.
-    """
+    """`serves` runs until stopped and ends its core itself. `is cleared away` dies, and gets a signal once its server
+    learns of it, as with vLLM. `leaves last` runs after the watchdog has ended with its status page."""
     (tmp_path / "played.py").write_text(SERVER)
     page = tmp_path / "pulse"
     StatusPage.create(page)
@@ -95,7 +94,7 @@ def test_a_server_whose_core_was_lost_says_so_and_any_other_leaves_as_vllm_does(
     assert ("nobody had asked it to" in ran.stderr) == (left_with == CORE_LOST_STATUS)
 
 
-def test_a_server_begins_though_its_keeper_has_taken_everything_along(tmp_path: Path) -> None:
+def test_server_starts_without_its_lending_configuration(tmp_path: Path) -> None:
     (tmp_path / "played.py").write_text("print('serves')")
     ran = subprocess.run(
         [sys.executable, "-c", "from rose.workers.lender.vllm_server import main; main('played')"],
@@ -124,8 +123,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_server_that_is_asked_to_stop_while_it_loads_stops(tmp_path: Path) -> None:
-    """As vLLM's does: its handler's exception is caught where it waits for its engine core."""
+def test_server_stops_when_asked_during_loading(tmp_path: Path) -> None:
+    """vLLM's signal handler raises an exception that is caught where it waits for its engine core."""
     (tmp_path / "played.py").write_text(LOADS)
     with subprocess.Popen(
         [sys.executable, "-c", "from rose.workers.lender.vllm_server import main; main('played')"],
@@ -140,7 +139,7 @@ def test_a_server_that_is_asked_to_stop_while_it_loads_stops(tmp_path: Path) -> 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where they are made."""
+    """Folder in which servers create their folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -158,7 +157,7 @@ time.sleep(600)
 """
 
 
-def test_a_folder_is_removed_by_the_next_start_once_all_who_had_it_were_killed(folders: Path) -> None:
+def test_folder_of_killed_processes_is_removed_by_the_next_start(folders: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folders)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     held, child = Path(holder.stdout.readline().strip()), int(holder.stdout.readline())
@@ -175,7 +174,7 @@ def test_a_folder_is_removed_by_the_next_start_once_all_who_had_it_were_killed(f
     assert not held.exists()
 
 
-def test_what_is_another_users_or_no_folder_is_left_alone(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_folder_or_file_is_left_alone(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folders / f"{FOLDER_PREFIX}file").touch()
     elsewhere = folders / "elsewhere"
     elsewhere.mkdir()
@@ -190,8 +189,8 @@ def test_what_is_another_users_or_no_folder_is_left_alone(folders: Path, monkeyp
     assert theirs.exists()
 
 
-def test_two_starts_at_once_never_share_or_lose_a_folder(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other start finds a folder between its making and its locking, and takes it for one that was left."""
+def test_concurrent_starts_never_share_or_lose_a_folder(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other start finds a folder between its creation and its lock, and takes it for an abandoned folder."""
     make, others = tempfile.mkdtemp, list[Path]()
 
     def found_at_once(*, prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""The watchdog: the sidecar comes back, a file stops lending, and a guest that hangs ends its engine core."""
+"""The watchdog: it restarts the sidecar, a stop file stops lending, and a hung guest ends its engine core."""
 
 import os
 import signal
@@ -35,27 +35,28 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 1.0
-"""Within which a file stops lending."""
+"""Time within which a stop file stops lending."""
 
 CORE = """
 import sys, time
 from rose.workers.lender.watchdog import ProcessId
 from rose.workers.lender.watchdog import StatusPage
-pulse = StatusPage.for_core(sys.argv[1])
-pulse.set_ranks([ProcessId.unpack(int(rank)) for rank in sys.argv[3:]])
+status_page = StatusPage.for_core(sys.argv[1])
+status_page.set_ranks([ProcessId.unpack(int(rank)) for rank in sys.argv[3:]])
 
 def a_step_that_hangs():
     while True:
         time.sleep(0.01)
 
 if sys.argv[2] == "guest":
-    pulse.guest_entered()
+    status_page.guest_entered()
 a_step_that_hangs()
 """
 
 
 def named(process: "subprocess.Popen[bytes]", *, before: int = 0) -> str:
-    """Which one, as a core is told; `before`: of one that had its id so many ticks before."""
+    """Return the id and start time of a process, as a core reports it. `before` is the start of an earlier process with
+    this id."""
     found = process_id_of(process.pid)
     assert found is not None
     return str(found._replace(started=found.started - before).packed)
@@ -66,7 +67,7 @@ def halted(process: "subprocess.Popen[bytes]") -> bool:
     return found is None or is_halted(found)
 
 
-class Beside:
+class SidecarStarter:
     """Starts sidecars that do nothing."""
 
     def __init__(self, command: str) -> None:
@@ -80,27 +81,27 @@ class Beside:
 
 @contextmanager
 def kept(folder: Path, begin: Callable[[], int], *, hang_seconds: float = 60.0) -> Iterator[StatusPage]:
-    """While a watchdog keeps; it says goodbye at the end."""
-    pulse, stop = StatusPage.create(folder / "pulse"), Event()
-    watchdog = Watchdog(pulse, folder / "marks" / "stop", begin, hang_seconds=hang_seconds)
+    """Run a watchdog during the block, and end it in order."""
+    status_page, stop = StatusPage.create(folder / "status_page"), Event()
+    watchdog = Watchdog(status_page, folder / "marks" / "stop", begin, hang_seconds=hang_seconds)
     thread = Thread(target=watchdog.run, args=(stop,))
     thread.start()
     try:
-        yield StatusPage(folder / "pulse")
+        yield StatusPage(folder / "status_page")
     finally:
         stop.set()
         thread.join()
 
 
-def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(tmp_path: Path) -> None:
-    beside = Beside("exec sleep 600")
-    with kept(tmp_path, beside.begin):
-        until(lambda: len(beside.started) == 1)
-        os.kill(beside.started[0].pid, signal.SIGKILL)
-        until(lambda: len(beside.started) == 2)
-        assert not halted(beside.started[1])
-    assert halted(beside.started[1]), "it goes with its watchdog"
-    once = Beside("exit 0")
+def test_killed_sidecar_is_restarted_and_a_normal_exit_is_final(tmp_path: Path) -> None:
+    sidecars = SidecarStarter("exec sleep 600")
+    with kept(tmp_path, sidecars.begin):
+        until(lambda: len(sidecars.started) == 1)
+        os.kill(sidecars.started[0].pid, signal.SIGKILL)
+        until(lambda: len(sidecars.started) == 2)
+        assert not halted(sidecars.started[1])
+    assert halted(sidecars.started[1]), "it goes with its watchdog"
+    once = SidecarStarter("exit 0")
     (tmp_path / "again").mkdir()
     with kept(tmp_path / "again", once.begin):
         until(lambda: len(once.started) == 1)
@@ -108,64 +109,64 @@ def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(t
         assert len(once.started) == 1
 
 
-def test_a_keeper_that_cannot_start_the_process_beside_keeps_on_and_tries_again(tmp_path: Path) -> None:
-    beside, failed = Beside("exec sleep 600"), list[float]()
+def test_watchdog_that_cannot_start_the_sidecar_keeps_trying(tmp_path: Path) -> None:
+    sidecars, failed = SidecarStarter("exec sleep 600"), list[float]()
 
     def begin() -> int:
         if not failed:
             failed.append(time.monotonic())
             raise BlockingIOError("no process is left")
-        return beside.begin()
+        return sidecars.begin()
 
-    with kept(tmp_path, begin) as pulse:
-        until(lambda: len(beside.started) == 1)
-        assert pulse.stop_reason is None
+    with kept(tmp_path, begin) as status_page:
+        until(lambda: len(sidecars.started) == 1)
+        assert status_page.stop_reason is None
 
 
-def test_a_process_beside_of_which_the_kernel_tells_nothing_comes_back_all_the_same(tmp_path: Path) -> None:
-    beside = Beside("exec sleep 600")
+def test_sidecar_without_kernel_information_is_restarted(tmp_path: Path) -> None:
+    sidecars = SidecarStarter("exec sleep 600")
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with kept(tmp_path, beside.begin):
-            until(lambda: len(beside.started) == 1)
-            os.kill(beside.started[0].pid, signal.SIGKILL)
-            until(lambda: len(beside.started) == 2)
-        assert halted(beside.started[1])
+        with kept(tmp_path, sidecars.begin):
+            until(lambda: len(sidecars.started) == 1)
+            os.kill(sidecars.started[0].pid, signal.SIGKILL)
+            until(lambda: len(sidecars.started) == 2)
+        assert halted(sidecars.started[1])
     finally:
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_file_stops_lending_and_so_does_a_silent_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "marks" / "stop"
     file.parent.mkdir()
-    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
-        assert pulse.stop_reason is None
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin) as status_page:
+        assert status_page.stop_reason is None
         for present in (True, False, True):
             began = time.monotonic()
             file.touch() if present else file.unlink()
-            until(lambda: bool(pulse.stop_reason) is present)  # noqa: B023
+            until(lambda: bool(status_page.stop_reason) is present)  # noqa: B023
             assert time.monotonic() - began < STOP_SECONDS
     file.unlink()
     monkeypatch.setattr(watchdog, "WATCHDOG_SILENT_SECONDS", 0.0)
-    pulse.on_poll(stop=False)
-    assert "silent" in str(pulse.stop_reason)
+    status_page.on_poll(stop=False)
+    assert "silent" in str(status_page.stop_reason)
     assert StatusPage(None).stop_reason is None, "where there never was a watchdog, none is missed"
 
 
-def test_a_file_that_nobody_can_look_at_says_stop(tmp_path: Path) -> None:
+def test_unreadable_stop_file_stops_lending(tmp_path: Path) -> None:
     assert not stop_file_exists(tmp_path / "no" / "such")
     assert stop_file_exists(tmp_path / ("x" * 1000)), "a name that no file can have"
 
 
 @pytest.mark.parametrize("holder", ["guest", "serving"])
-def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_not(tmp_path: Path, holder: str) -> None:
+def test_hung_guest_ends_its_engine_core_and_slow_serving_does_not(tmp_path: Path, holder: str) -> None:
     log = tmp_path / "log"
-    with kept(tmp_path, Beside("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
         ranks = [subprocess.Popen(["sh", "-c", "trap '' RTMIN+6; exec sleep 600"]) for _ in range(2)]
-        stranger = subprocess.Popen(["sleep", "600"])  # which has got the id of a rank that is gone
-        names = [*map(named, ranks), named(stranger, before=1)]
+        other_process = subprocess.Popen(["sleep", "600"])  # has the id of an ended rank
+        names = [*map(named, ranks), named(other_process, before=1)]
         core = subprocess.Popen(
-            [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder, *names], cwd=ROOT, stderr=output
+            [sys.executable, "-c", CORE, str(tmp_path / "status_page"), holder, *names], cwd=ROOT, stderr=output
         )
         if holder == "guest":
             assert core.wait(60.0) == -signal.SIGKILL
@@ -177,27 +178,27 @@ def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_n
             time.sleep(4.0)
             assert core.poll() is None and not (tmp_path / "marks").exists()
             ranks.append(core)
-        for each in (stranger, *ranks):
+        for each in (other_process, *ranks):
             assert each.poll() is None
             each.kill()
             each.wait()
 
 
-def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine core waits for it, in the guest's turn."""
+def test_halted_rank_time_does_not_count_as_guest_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine core waits for the rank, in the guest's turn."""
     looks: list[bool] = []
 
-    class Noted(HangDetector):
+    class NotingHangDetector(HangDetector):
         def on_poll(self, since: int, *, halted: bool, now: float) -> bool:
             if since:
                 looks.append(halted)
             return super().on_poll(since, halted=halted, now=now)
 
-    monkeypatch.setattr(watchdogs, "HangDetector", Noted)
+    monkeypatch.setattr(watchdogs, "HangDetector", NotingHangDetector)
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     ranks[1].send_signal(signal.SIGSTOP)
-    with kept(tmp_path, Beside("exec sleep 600").begin):
-        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "guest", *map(named, ranks)]
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin):
+        command = [sys.executable, "-c", CORE, str(tmp_path / "status_page"), "guest", *map(named, ranks)]
         core = subprocess.Popen(command, cwd=ROOT)
         until(lambda: len(looks) > 2)
         assert set(looks) == {True}
@@ -214,45 +215,47 @@ def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("server", ["killed", "alive"])
-def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
+def test_engine_core_that_outlives_its_server_ends_with_the_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
 ) -> None:
-    monkeypatch.setattr(watchdogs, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
-    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
-        rank = subprocess.Popen(["sleep", "600"])  # one that hangs
-        stranger = subprocess.Popen(["sleep", "600"])  # as above
-        names = [named(rank), named(stranger, before=1)]
-        core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving", *names], cwd=ROOT)
-        until(lambda: pulse.core == process_id_of(core.pid) and len(pulse.ranks) == len(names))
-        time.sleep(2 * watchdogs.POLL_SECONDS)  # until the watchdog has looked
+    monkeypatch.setattr(watchdogs, "ORPHAN_SECONDS", 0.5)  # it does not exit by itself
+    with kept(tmp_path, SidecarStarter("exec sleep 600").begin) as status_page:
+        rank = subprocess.Popen(["sleep", "600"])  # a hung rank
+        other_process = subprocess.Popen(["sleep", "600"])  # has the id of an ended rank
+        names = [named(rank), named(other_process, before=1)]
+        core = subprocess.Popen(
+            [sys.executable, "-c", CORE, str(tmp_path / "status_page"), "serving", *names], cwd=ROOT
+        )
+        until(lambda: status_page.core == process_id_of(core.pid) and len(status_page.ranks) == len(names))
+        time.sleep(2 * watchdogs.POLL_SECONDS)  # until the next check of the watchdog
         if server == "killed":
             monkeypatch.setattr(os, "getppid", lambda: 1)
     if server == "killed":
         assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
         assert rank.wait(60.0) == -signal.SIGKILL
-    for each in (stranger,) if server == "killed" else (stranger, core, rank):
+    for each in (other_process,) if server == "killed" else (other_process, core, rank):
         assert each.poll() is None
         each.kill()
         each.wait()
 
 
-def test_an_engine_core_that_began_after_the_last_look_ends_too_when_its_server_is_gone(
+def test_engine_core_started_after_the_last_check_ends_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulse, stop = StatusPage.create(tmp_path / "pulse"), Event()
-    watchdog = Watchdog(pulse, tmp_path / "stop", Beside("exec sleep 600").begin, hang_seconds=60.0)
-    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
-    until(lambda: pulse.core is not None)
+    status_page, stop = StatusPage.create(tmp_path / "status_page"), Event()
+    watchdog = Watchdog(status_page, tmp_path / "stop", SidecarStarter("exec sleep 600").begin, hang_seconds=60.0)
+    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "status_page"), "serving"], cwd=ROOT)
+    until(lambda: status_page.core is not None)
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    stop.set()  # it never looks
+    stop.set()  # it never checks
     watchdog.run(stop)
     assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def test_what_one_of_several_engine_cores_says_of_itself_another_does_not_take_back(tmp_path: Path) -> None:
-    page = StatusPage.create(tmp_path / "pulse")
-    first = StatusPage.for_core(str(tmp_path / "pulse"))
-    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
+def test_engine_cores_do_not_overwrite_status_of_each_other(tmp_path: Path) -> None:
+    page = StatusPage.create(tmp_path / "status_page")
+    first = StatusPage.for_core(str(tmp_path / "status_page"))
+    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "status_page"), "serving"], cwd=ROOT)
     until(lambda: page.core == process_id_of(core.pid))
     first.clear_core()
     assert page.core == process_id_of(core.pid)
@@ -260,8 +263,8 @@ def test_what_one_of_several_engine_cores_says_of_itself_another_does_not_take_b
     core.wait()
 
 
-def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:
-    program = tmp_path / "a) Z 1 (b"  # its name, in the kernel's line
+def test_process_is_identified_by_id_and_start_time(tmp_path: Path) -> None:
+    program = tmp_path / "a) Z 1 (b"  # its name, in the line of the kernel
     program.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(program), "600"])
     until(lambda: program.name in Path(f"/proc/{process.pid}/stat").read_text())
@@ -282,8 +285,8 @@ LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))
 
 
 @given(st.lists(LOOKS, max_size=80))
-def test_only_seconds_of_one_hold_that_were_seen_make_a_hang(looks: list[tuple[int, bool, float]]) -> None:
-    """Each look: the hold that was seen, whether the process was halted, and the seconds since the look before."""
+def test_hang_counts_only_observed_seconds_of_one_hold(looks: list[tuple[int, bool, float]]) -> None:
+    """Each check: the observed hold, whether the process was halted, and the seconds since the last check."""
     hang, now, held, before = HangDetector(3.0), 0.0, 0.0, 0
     for since, halted, seconds in looks:
         now += seconds

@@ -1,4 +1,4 @@
-"""The users of a server, against one that answers as it is told."""
+"""The load generator against a scripted server."""
 
 import asyncio
 import json
@@ -26,22 +26,22 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 
 
 class Server:
-    """Streams as many tokens as it is asked for; refuses the second request."""
+    """Streams the requested number of tokens; refuses the second request."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, object]] = []
+        self.requests: list[dict[str, object]] = []
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "serving", "max_model_len": 512}]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        wanted = await request.json()
-        self.asked.append(wanted)
-        if len(self.asked) == 2:
+        body = await request.json()
+        self.requests.append(body)
+        if len(self.requests) == 2:
             return web.Response(status=503, text="no room")
         response = web.StreamResponse()
         await response.prepare(request)
-        for token in range(wanted["max_tokens"]):
+        for token in range(body["max_tokens"]):
             chunk = {"choices": [{"token_ids": [7 + token]}]}
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         return response
@@ -66,7 +66,7 @@ def users(folder: Path, trace: str = TRACE) -> LoadgenConfig:
     return LoadgenConfig(model_folder=folder, run_folder=folder / "run", trace=folder / "trace.csv")
 
 
-async def test_what_each_waited_is_written_down_pass_after_pass(tmp_path: Path) -> None:
+async def test_latency_of_each_request_is_recorded_pass_by_pass(tmp_path: Path) -> None:
     server, stop = Server(), threading.Event()
     async with answering(server) as url:
         asking = asyncio.create_task(asyncio.to_thread(run_loadgen, users(tmp_path), url, stop))
@@ -78,30 +78,30 @@ async def test_what_each_waited_is_written_down_pass_after_pass(tmp_path: Path) 
         stop.set()
         await asking
     first, refused, third, again = read_request_log(tmp_path / "run")[:4]
-    assert [len(each["prompt"]) for each in server.asked[:3]] == [4, 2, 1]  # type: ignore[arg-type]
-    assert max(max(each["prompt"]) for each in server.asked) < 40  # type: ignore[call-overload]
+    assert [len(each["prompt"]) for each in server.requests[:3]] == [4, 2, 1]  # type: ignore[arg-type]
+    assert max(max(each["prompt"]) for each in server.requests) < 40  # type: ignore[call-overload]
     assert (first.tokens, third.tokens) == (2, 4)
     assert first.first_token_seconds is not None and 0 < first.first_token_seconds <= first.seconds
     assert "no room" in refused.error and refused.first_token_seconds is None
     assert again.at - first.at == pytest.approx(0.1 + PAUSE_SECONDS)
-    assert server.asked[0]["cache_salt"] != server.asked[3]["cache_salt"]
+    assert server.requests[0]["cache_salt"] != server.requests[3]["cache_salt"]
 
 
 class Slow(Server):
-    """Answers every other request when it is told to, and the rest never."""
+    """Answers every other request when told to, and the rest never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.answers = asyncio.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append({})
-        await (self.answers.wait() if len(self.asked) % 2 else asyncio.Event().wait())
-        self.asked.append({})  # as the second is refused
+        self.requests.append({})
+        await (self.answers.wait() if len(self.requests) % 2 else asyncio.Event().wait())
+        self.requests.append({})  # as the second is refused
         return await super().complete(request)
 
 
-async def test_what_is_in_flight_when_users_are_to_stop_is_waited_for_and_written_down(
+async def test_requests_in_flight_at_the_stop_are_awaited_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "LEAVE_SECONDS", 3.0)
@@ -109,20 +109,20 @@ async def test_what_is_in_flight_when_users_are_to_stop_is_waited_for_and_writte
     async with answering(server) as url:
         asking = asyncio.create_task(asyncio.to_thread(run_loadgen, users(tmp_path), url, stop))
         async with asyncio.timeout(60):
-            while len(server.asked) < 3:
+            while len(server.requests) < 3:
                 await asyncio.sleep(0.02)
         stop.set()
         await asyncio.sleep(1.0)
         server.answers.set()
         await asking
-        asked = len(server.asked)
+        requests = len(server.requests)
     waits = read_request_log(tmp_path / "run")
     assert [each.error for each in waits].count("") == 2
     assert [each.seconds > 3.0 for each in waits if "asked to stop" in each.error] == [True]
-    assert asked == 3 + 2 * 2 and len(waits) == 3, "nothing more was asked for"
+    assert requests == 3 + 2 * 2 and len(waits) == 3, "nothing more was asked for"
 
 
-def test_users_stop_while_no_server_is_there(tmp_path: Path) -> None:
+def test_load_generator_stops_without_a_server(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     run_loadgen(users(tmp_path), "http://127.0.0.1:1", stop)
@@ -130,29 +130,29 @@ def test_users_stop_while_no_server_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "says"), [("trace.csv", "cannot read the trace"), ("config.json", "vocabulary")])
-def test_what_is_not_there_is_said_in_a_sentence(tmp_path: Path, name: str, says: str) -> None:
+def test_missing_file_or_model_is_reported_in_one_sentence(tmp_path: Path, name: str, says: str) -> None:
     config = users(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(UsageError, match=says):
         run_loadgen(config, "http://127.0.0.1:1", threading.Event())
 
 
-def test_a_pace_must_be_one() -> None:
+def test_invalid_pace_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pace \(0.0\) must be from"):
         LoadgenConfig(model_folder=Path(), run_folder=Path(), pace=0.0)
 
 
-def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_truncated_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / REQUEST_LOG).write_bytes(b'{"at":2.0,"seconds":1.0,"prompt_tokens":3}\n{"at":1.0,"sec')
     assert [each.at for each in read_request_log(tmp_path)] == [2.0]
 
 
-def test_passes_follow_each_other() -> None:
+def test_passes_are_consecutive() -> None:
     work = TraceWindow([Request(at=0.0, prompt=[5], tokens=1), Request(at=4.0, prompt=[6], tokens=1)], truncated=0)
     taken = [(at, number, request.prompt) for at, number, request in islice(paced_requests(work), 3)]
     assert taken == [(0.0, 0, [5]), (4.0, 0, [6]), (4.0 + PAUSE_SECONDS, 1, [5])]
 
 
-def test_the_slice_that_ships_is_minutes_of_real_use() -> None:
+def test_shipped_trace_slice_is_minutes_of_real_use() -> None:
     arrivals = read_trace(str(TRACE_FILE))
     assert (len(arrivals), round(arrivals[-1].at)) == (1296, 392)

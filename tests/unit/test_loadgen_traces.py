@@ -1,4 +1,4 @@
-"""What the co-serving benchmark reads of a trace, and what it asks in its place."""
+"""Traces of the co-serving benchmark, and the requests made from them."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
 2023-11-16 18:17:04.0319600,3180,8
 2023-11-16 18:18:04.0319600,110,27"""
-"""As in the originals: seven digits of a second, and no newline at the end."""
+"""The format of the originals: seven digits of a second, and no final newline."""
 
 MOONCAKE = """{"timestamp": 40, "input_length": 1100, "output_length": 6, "hash_ids": [0, 1, 2]}
 {"timestamp": 40, "input_length": 600, "output_length": 4, "hash_ids": [0, 7]}
@@ -30,22 +30,22 @@ def written(folder: Path, text: str) -> str:
 
 
 def shared(one: list[int], other: list[int]) -> int:
-    """Leading tokens that two prompts have in common."""
+    """Return the number of leading tokens that two prompts have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def test_an_azure_trace_gives_moments_and_lengths(tmp_path: Path) -> None:
+def test_azure_trace_gives_arrival_times_and_lengths(tmp_path: Path) -> None:
     found = read_trace(written(tmp_path, AZURE), first=0, count=3)
     assert [each.at for each in found] == pytest.approx([0.0, 0.052, 60.052])
     assert [(each.prompt_tokens, each.output_tokens) for each in found] == [(4808, 10), (3180, 8), (110, 27)]
 
 
-def test_a_slice_begins_at_its_own_first_arrival(tmp_path: Path) -> None:
+def test_slice_begins_at_its_own_first_arrival(tmp_path: Path) -> None:
     taken = read_trace(written(tmp_path, AZURE), first=1, count=2)
     assert [arrival.at for arrival in taken] == [0.0, pytest.approx(60.0)]
 
 
-def test_a_mooncake_trace_gives_blocks_too(tmp_path: Path) -> None:
+def test_mooncake_trace_also_gives_blocks(tmp_path: Path) -> None:
     taken = read_trace(written(tmp_path, MOONCAKE), first=0, count=3)
     assert [arrival.at for arrival in taken] == [0.0, 0.0, 2.5]
     assert taken[1] == Arrival(at=0.0, prompt_tokens=600, output_tokens=4, blocks=(0, 7))
@@ -69,19 +69,19 @@ def test_a_mooncake_trace_gives_blocks_too(tmp_path: Path) -> None:
         (AZURE.splitlines()[0] + "\n2023-11-16 18:17:03,5,5" * 4, "come at one moment"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_trace_is_refused_in_one_sentence(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(TraceError) as refused:
         read_trace(written(tmp_path, text), first=0, count=4)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_trace_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot read the trace"):
         read_trace(str(tmp_path / "nowhere"), first=0, count=1)
 
 
-def test_prompts_share_the_tokens_of_the_blocks_that_they_share_and_no_more(tmp_path: Path) -> None:
+def test_prompts_share_exactly_the_tokens_of_shared_blocks(tmp_path: Path) -> None:
     first, second, third = scale_requests(read_trace(written(tmp_path, MOONCAKE), first=0, count=3), SHAPE).requests
     block = BLOCK_TOKENS // SHAPE.prompt_divisor
     assert [len(each.prompt) for each in (first, second, third)] == [69, 38, 100]
@@ -107,7 +107,7 @@ arrivals = st.lists(
 
 
 @given(arrivals, st.integers(1, 64), st.integers(1, 64), st.floats(0.01, 100))
-def test_a_compressed_slice_fits_the_engine_and_keeps_its_order(
+def test_compressed_slice_fits_the_engine_and_keeps_its_order(
     taken: list[Arrival], prompt_divisor: int, output_divisor: int, pace: float
 ) -> None:
     taken.sort(key=lambda arrival: arrival.at)

@@ -1,4 +1,4 @@
-"""Sinks of a step's figures."""
+"""Sinks of step metrics."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_each_step_reaches_every_sink_once_also_after_a_restart(tmp_path: Path) 
     assert value_of("rose_trainer_learning_rate") == 0.25 / 3
 
 
-def test_step_that_a_kill_kept_from_the_step_log_is_given_again_to_every_sink(tmp_path: Path) -> None:
+def test_step_missing_from_the_step_log_after_a_kill_is_sent_again_to_every_sink(tmp_path: Path) -> None:
     StepReporter(tmp_path).report(line_of(1))
     (tmp_path / STEP_LOG).write_bytes(encode_line(line_of(1)) + b"\n" + encode_line(line_of(2))[:20])
     steps = value_of("rose_trainer_steps_total")

@@ -1,4 +1,5 @@
-"""What config.json says and trainer and engine read in different ways: refused at a start, or kept out of reach."""
+"""Options of config.json that trainer and engine read differently: refused at the start, or kept within a safe
+range."""
 
 import json
 from collections.abc import Mapping
@@ -21,16 +22,16 @@ SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 HEADS = {"hidden_size": 64, "num_attention_heads": 2}
 
 
-def folder_of(place: Path, **said: Any) -> Path:
-    """One whose config.json is read, and no more."""
+def folder_of(place: Path, **settings: Any) -> Path:
+    """Write a folder with this config.json and no other file."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 12}
-    (place / "config.json").write_text(json.dumps(config | said))
+    (place / "config.json").write_text(json.dumps(config | settings))
     save_file({"model.norm.weight": np.zeros(4, np.float32)}, place / "model.safetensors")
     return place
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("settings", "reason"),
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}}, "rope_type dynamic"),
@@ -84,10 +85,10 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "has dual_chunk_attention_config"),
     ],
 )
-def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_sentence(
-    said: dict[str, Any], reason: str, tmp_path: Path
+def test_option_computed_differently_by_trainer_and_engine_is_refused_by_both(
+    settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    folder = folder_of(tmp_path, **said)
+    folder = folder_of(tmp_path, **settings)
     sentences = set()
     for start in (check_folder, load_policy):
         with pytest.raises(UsageError, match=reason) as caught:
@@ -97,7 +98,7 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
 
 
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [
         {"rope_scaling": None, "is_causal": True, "use_bidirectional_attention": False, "scale_attn_weights": True},
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -130,12 +131,12 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
         {"model_type": "qwen3_5_text", "rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}},
     ],
 )
-def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Path) -> None:
-    check_agreement(tmp_path, said)
+def test_option_computed_alike_by_trainer_and_engine_is_accepted(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    check_agreement(tmp_path, settings)
 
 
 @pytest.mark.parametrize(
-    ("said", "most"),
+    ("settings", "most"),
     [
         ({}, None),
         ({"max_position_embeddings": 64}, 64),
@@ -179,11 +180,11 @@ def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Pat
         ({"model_type": "of-nobody", "max_position_embeddings": 256, "sliding_window": 64}, 256),
     ],
 )
-def test_a_context_is_as_long_as_both_compute_it_alike(said: Mapping[str, Any], most: int | None) -> None:
-    assert max_context_tokens(said) == most
+def test_context_limit_is_the_longest_that_both_compute_alike(settings: Mapping[str, Any], most: int | None) -> None:
+    assert max_context_tokens(settings) == most
 
 
-def test_an_executor_whose_turns_could_be_longer_is_refused_before_its_engine_is_made(tmp_path: Path) -> None:
+def test_executor_with_longer_turns_is_refused_before_its_engine_is_built(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, max_position_embeddings=64, original_max_position_embeddings=32, rope_scaling=LONGROPE)
     check_context_length(folder, 32)
     config = ExecutorConfig(model_folder=folder, name="executor", max_model_len=33)

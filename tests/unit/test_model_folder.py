@@ -1,4 +1,4 @@
-"""A broken model folder is one clear sentence, before any engine is made."""
+"""A broken model folder is reported in one clear sentence before any engine is built."""
 
 import json
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def write_tokenizer(folder: Path, tokens: int) -> None:
     Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(folder / "tokenizer.json"))
 
 
-def test_a_whole_folder_gives_its_shapes_and_vocabulary(folder: Path) -> None:
+def test_complete_folder_gives_its_shapes_and_vocabulary(folder: Path) -> None:
     write_tokenizer(folder, VOCABULARY)
     shapes, vocabulary = check_folder(folder)
     assert shapes == {"model.embed_tokens.weight": (VOCABULARY, 4), "model.norm.weight": (4,)}
@@ -95,7 +95,7 @@ def rewrite_config(folder: Path, **changes: object) -> None:
         (lambda f: (f / "tokenizer.json").write_text("{}"), "no readable tokenizer"),
     ],
 )
-def test_a_broken_folder_is_one_sentence(folder: Path, spoil: Callable[[Path], object], reason: str) -> None:
+def test_broken_folder_is_reported_in_one_sentence(folder: Path, spoil: Callable[[Path], object], reason: str) -> None:
     spoil(folder)
     with pytest.raises(UsageError, match=reason) as caught:
         check_folder(folder)
@@ -139,12 +139,12 @@ def test_integers_that_are_no_weights_are_taken(folder: Path) -> None:
         *("transformer.word_embeddings.weight", "lm_head.weight"),
     ],
 )
-def test_weights_with_another_number_of_rows_than_the_vocabulary_are_refused_with_both(folder: Path, name: str) -> None:
+def test_weights_with_rows_unlike_the_vocabulary_are_refused_with_both_sizes(folder: Path, name: str) -> None:
     save_file({name: np.zeros((VOCABULARY + 1, 4), np.float32)}, folder / "model.safetensors")
     with pytest.raises(FolderError, match=rf"{name} has shape \(13, 4\), config.json says a vocabulary of 12"):
         check_folder(folder)
 
 
-def test_a_path_that_is_no_folder_says_so(tmp_path: Path) -> None:
+def test_path_that_is_not_a_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="is not a model folder"):
         check_folder(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""A folder's tokens are those that transformers reads from it, and none of them is one that its model has not."""
+"""Tokens of a folder equal those of transformers, and all are within the model's vocabulary."""
 
 import json
 from collections.abc import Callable
@@ -27,22 +27,22 @@ def entry(text: str, *, special: bool = True, rstrip: bool = False) -> dict[str,
 
 
 def written(path: Path, tokenizer: Tokenizer, template: str = CHATML, **files: dict[str, Any]) -> Path:
-    """A folder with files of these names; what `tokenizer_config` does not say nobody says."""
+    """Write a folder with files of these names and contents."""
     made = folder(path, tokenizer, template)
     files["tokenizer_config"] = {"tokenizer_class": "PreTrainedTokenizerFast"} | files.get("tokenizer_config", {})
-    for name, said in files.items():
-        (made / f"{name}.json").write_text(json.dumps(said), encoding="utf-8")
+    for name, content in files.items():
+        (made / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return made
 
 
 def reads_as_transformers(made: Path) -> TurnFormat:
-    """Its turn format, once a conversation is known to be what transformers makes of it."""
+    """Return the turn format, after a check that a conversation equals that of transformers."""
     from transformers import AutoTokenizer
 
     turns, reference = TurnFormat(made), AutoTokenizer.from_pretrained(made, local_files_only=True)
     messages = [("user", "7 and 3"), ("assistant", "10, I think"), ("user", "over")]
-    said = [{"role": role, "content": text} for role, text in messages]
-    rendered = reference.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    conversation = [{"role": role, "content": text} for role, text in messages]
+    rendered = reference.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     context = turns.observation_tokens("7 and 3", first=True) + turns.action_tokens("10, I think")
     context += turns.observation_tokens("over", first=False)
     assert context == reference.encode(rendered, add_special_tokens=False)
@@ -74,11 +74,11 @@ def test_special_tokens_are_found_where_transformers_finds_them(
     tmp_path: Path, files: dict[str, Any], begin: str
 ) -> None:
     tokenizer = byte_level(special_tokens("<s>", *MARKS))
-    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+    named: dict[str, Any] = {name: dict(content) for name, content in files.items()}
     reads_as_transformers(written(tmp_path, tokenizer, begin + CHATML, **named))
 
 
-def test_tokens_of_names_of_the_folder_itself_are_told_to_its_template(tmp_path: Path) -> None:
+def test_named_tokens_of_the_folder_are_passed_to_its_template(tmp_path: Path) -> None:
     tokenizer = byte_level(special_tokens("<image>", *MARKS))
     template, named = "{{- image_token }}" + CHATML, {"image_token": "<image>"}
     reads_as_transformers(written(tmp_path / "plain", tokenizer, template, tokenizer_config=named))
@@ -86,7 +86,7 @@ def test_tokens_of_names_of_the_folder_itself_are_told_to_its_template(tmp_path:
     reads_as_transformers(written(tmp_path / "extra", tokenizer, template, tokenizer_config=extra))
 
 
-def test_a_template_with_a_token_that_no_file_names_is_refused_where_its_tokenizer_may_know_one(tmp_path: Path) -> None:
+def test_template_with_an_unnamed_token_known_to_the_tokenizer_is_refused(tmp_path: Path) -> None:
     made = written(
         tmp_path, byte_level(), "{{- bos_token }}" + CHATML, tokenizer_config={"tokenizer_class": "LlamaTokenizer"}
     )
@@ -114,8 +114,8 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("files", ELSEWHERE.values(), ids=ELSEWHERE.keys())
-def test_tokens_that_only_other_files_have_are_tokens(tmp_path: Path, files: dict[str, Any]) -> None:
-    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+def test_tokens_from_auxiliary_files_are_tokens(tmp_path: Path, files: dict[str, Any]) -> None:
+    named: dict[str, Any] = {name: dict(content) for name, content in files.items()}
     turns = reads_as_transformers(written(tmp_path, byte_level([]), **named))
     assert turns.stop_token_ids[0] == SIZE + 1
     plain, spelt = (turns.observation_tokens(text, first=False) for text in ("go", "".join(MARKS)))
@@ -125,7 +125,7 @@ def test_tokens_that_only_other_files_have_are_tokens(tmp_path: Path, files: dic
     assert own.observation_tokens("", first=True)[0] == SIZE
 
 
-def test_flags_of_the_configuration_win_over_those_of_the_tokenizer(tmp_path: Path) -> None:
+def test_configuration_flags_override_tokenizer_flags(tmp_path: Path) -> None:
     tokenizer = byte_level(special_tokens(*MARKS))
     template = (
         "{% for m in messages %}{{ '<|im_start|>\\n' + m.content + '<|im_end|>' }}{% endfor %}{{ '<|im_start|>\\n' }}"
@@ -145,8 +145,8 @@ def test_flags_of_the_configuration_win_over_those_of_the_tokenizer(tmp_path: Pa
         ({"tokenizer_config": {"added_tokens_decoder": {"1": "x"}}}, "is no map from ids to tokens"),
     ],
 )
-def test_tokens_that_cannot_have_their_ids_are_refused(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
-    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+def test_tokens_with_impossible_ids_are_refused(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
+    named: dict[str, Any] = {name: dict(content) for name, content in files.items()}
     with pytest.raises(TurnFormatError, match=reason) as refused:
         TurnFormat(written(tmp_path, byte_level([]), **named))
     assert "\n" not in str(refused.value)
@@ -161,7 +161,7 @@ def behind_a_gap(entry: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [renamed, behind_a_gap])
-def test_ids_that_the_library_would_not_give_are_refused_by_all_that_read_the_tokenizer(
+def test_ids_unlike_those_of_the_library_are_refused_by_every_reader(
     tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     tokenizer = byte_level(special_tokens("<spare>", MARKS[1]))
@@ -174,18 +174,16 @@ def test_ids_that_the_library_would_not_give_are_refused_by_all_that_read_the_to
             start(made)
 
 
-def test_an_id_of_the_configuration_that_the_tokenizer_does_not_give_is_refused(tmp_path: Path) -> None:
-    said = {"added_tokens_decoder": {"0": entry(MARKS[0]), "7": entry(MARKS[1])}}
+def test_configured_id_unknown_to_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    configuration = {"added_tokens_decoder": {"0": entry(MARKS[0]), "7": entry(MARKS[1])}}
     with pytest.raises(
         TurnFormatError, match=r"'<.im_end.>' is token 7, and by the tokens of tokenizer\.json it would be 1"
     ):
-        TurnFormat(written(tmp_path, byte_level(special_tokens(*MARKS)), tokenizer_config=said))
+        TurnFormat(written(tmp_path, byte_level(special_tokens(*MARKS)), tokenizer_config=configuration))
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "tokenizer.model"])
-def test_a_folder_with_an_older_form_of_its_tokenizer_alone_is_told_how_to_make_the_file(
-    name: str, tmp_path: Path
-) -> None:
+def test_folder_with_only_an_old_tokenizer_format_is_refused_with_the_conversion(name: str, tmp_path: Path) -> None:
     made = written(tmp_path, byte_level())
     (made / "tokenizer.json").rename(made / name)
     with pytest.raises(
@@ -195,11 +193,11 @@ def test_a_folder_with_an_older_form_of_its_tokenizer_alone_is_told_how_to_make_
 
 
 MODEL = SIZE + len(MARKS)
-"""Tokens of `byte_level` with those marks."""
+"""Tokens of `byte_level` with those markers."""
 
 
 def with_model(path: Path, vocabulary: int, tokenizer: Tokenizer, *, nested: bool = False, **files: Any) -> Path:
-    """A folder whose model has so many tokens."""
+    """Write a folder whose model has this many tokens."""
     size = {"vocab_size": vocabulary}
     config = {"architectures": ["Qwen3ForCausalLM"], **({"text_config": size} if nested else size)}
     files["tokenizer_config"] = {"eos_token": MARKS[1]} | files.get("tokenizer_config", {})
@@ -209,14 +207,14 @@ def with_model(path: Path, vocabulary: int, tokenizer: Tokenizer, *, nested: boo
 
 
 def with_hole(number: int) -> Tokenizer:
-    """A tokenizer one of whose ids is this."""
-    said = json.loads(byte_level(special_tokens(*MARKS)).to_str())
-    said["model"]["vocab"]["zz"] = number
-    said["model"]["merges"].append(["z", "z"])
-    return Tokenizer.from_str(json.dumps(said))
+    """Return a tokenizer with this id."""
+    json_content = json.loads(byte_level(special_tokens(*MARKS)).to_str())
+    json_content["model"]["vocab"]["zz"] = number
+    json_content["model"]["merges"].append(["z", "z"])
+    return Tokenizer.from_str(json.dumps(json_content))
 
 
-def test_a_text_that_the_model_has_no_token_for_is_refused_by_all_that_read_the_tokenizer(tmp_path: Path) -> None:
+def test_text_with_ids_beyond_the_model_is_refused_by_every_reader(tmp_path: Path) -> None:
     made = with_model(tmp_path, MODEL, with_hole(5000))
     with pytest.raises(TurnFormatError, match=r"an observation with 'zz' \(token 5000\) could not be computed"):
         TurnFormat(made)
@@ -228,34 +226,34 @@ def test_a_text_that_the_model_has_no_token_for_is_refused_by_all_that_read_the_
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("stops", [151645, [1, 151645], [MODEL]])
-def test_a_stop_token_that_the_model_has_not_is_refused(tmp_path: Path, stops: Any, *, own: bool) -> None:
+def test_stop_token_beyond_the_model_vocabulary_is_refused(tmp_path: Path, stops: Any, *, own: bool) -> None:
     files: dict[str, Any] = {"generation_config": {"eos_token_id": stops}} | ({"turn_format": FRAME} if own else {})
     with pytest.raises(TurnFormatError, match=rf"token \d+, and the model has {MODEL} tokens") as refused:
         TurnFormat(with_model(tmp_path, MODEL, byte_level(special_tokens(*MARKS)), **files))
     assert "generation_config.json" in str(refused.value)
 
 
-def test_a_mark_of_turns_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
+def test_turn_marker_beyond_the_model_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = byte_level(special_tokens(MARKS[1]))
     tokenizer.add_tokens(special_tokens(MARKS[0]))
     with pytest.raises(TurnFormatError, match=rf"token {MODEL - 1} \('<\|im_start\|>'\), and the model has"):
         TurnFormat(with_model(tmp_path, MODEL - 1, tokenizer))
 
 
-def test_added_tokens_that_the_model_has_not_are_never_read(tmp_path: Path) -> None:
-    """Many tokenizers got a padding token that their models have not."""
+def test_added_tokens_beyond_the_model_vocabulary_are_never_used(tmp_path: Path) -> None:
+    """Many tokenizers got a padding token that their models lack."""
     tokenizer = byte_level(special_tokens(*MARKS))
     tokenizer.add_tokens([*special_tokens("<tool>", special=False), *special_tokens("[PAD]")])
     made = with_model(tmp_path, MODEL, tokenizer, tokenizer_config={"pad_token": "[PAD]", "unk_token": "<unk>"})
     turns = TurnFormat(made)
     text = "<tool>[PAD]<unk> go"
-    said = turns.observation_tokens(text, first=False)
-    assert max(said) < MODEL
-    assert text in turns.action_text(said)
+    text_tokens = turns.observation_tokens(text, first=False)
+    assert max(text_tokens) < MODEL
+    assert text in turns.action_text(text_tokens)
     assert check_folder(made)[1] == MODEL
 
 
-def test_a_model_with_more_tokens_than_its_tokenizer_is_no_matter(tmp_path: Path) -> None:
+def test_model_with_more_tokens_than_its_tokenizer_is_accepted(tmp_path: Path) -> None:
     made = with_model(tmp_path, MODEL + 64, byte_level(special_tokens(*MARKS)))
     assert TurnFormat(made).stop_token_ids == (1,)
     assert check_folder(made)[1] == MODEL + 64
@@ -266,7 +264,7 @@ NO_EOS: list[dict[str, Any] | None] = [None, {"do_sample": True}, {"eos_token_id
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("generation", NO_EOS)
-def test_where_the_generation_configuration_names_no_stop_token_the_tokenizer_does(
+def test_stop_token_comes_from_the_tokenizer_without_a_generation_configuration(
     tmp_path: Path, generation: dict[str, Any] | None, *, own: bool
 ) -> None:
     files: dict[str, Any] = {"turn_format": FRAME} if own else {}
@@ -277,14 +275,15 @@ def test_where_the_generation_configuration_names_no_stop_token_the_tokenizer_do
     assert set(TurnFormat(written(tmp_path, tokenizer, config=config, **files)).stop_token_ids) >= {0, 1}
 
 
-def test_a_turn_format_without_any_stop_token_is_refused(tmp_path: Path) -> None:
+def test_turn_format_without_a_stop_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TurnFormatError, match=r"generation_config\.json has no eos_token_id, and no other file"):
         TurnFormat(written(tmp_path, byte_level(), turn_format=FRAME))
 
 
 @pytest.mark.parametrize("scheme", ["", "always"])
-def test_an_action_amid_a_line_is_read_as_one(tmp_path: Path, scheme: str) -> None:
-    """As of Zephyr: each text between special tokens begins with a mark, and an action follows words in plain text."""
+def test_action_within_a_line_is_parsed_as_an_action(tmp_path: Path, scheme: str) -> None:
+    """Zephyr has this form: each text between special tokens begins with a word marker, and an action follows plain
+    words."""
     template = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}"
     template += "{{ '<|assistant|>\\n' }}"
     named = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -292,8 +291,9 @@ def test_an_action_amid_a_line_is_read_as_one(tmp_path: Path, scheme: str) -> No
     assert turns.action_text(turns.action_tokens("\n7")) == "\n7"
 
 
-def test_reasoning_that_a_template_leaves_empty_in_every_turn_is_read_as_it_writes_it(tmp_path: Path) -> None:
-    """As of Qwen3 and SmolLM3 without thinking: marks of reasoning stand in the framing, and text cannot spell them."""
+def test_empty_reasoning_blocks_of_a_template_are_part_of_the_framing(tmp_path: Path) -> None:
+    """Qwen3 and SmolLM3 without thinking have this form: reasoning markers are in the framing, and text cannot spell
+    them."""
     tokenizer = byte_level([*special_tokens(*MARKS), *special_tokens("<think>", "</think>", special=False)])
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     template += (
@@ -305,17 +305,17 @@ def test_reasoning_that_a_template_leaves_empty_in_every_turn_is_read_as_it_writ
     assert turns.observation_tokens("<think>", first=False).count(think) == 1
 
 
-def test_numbers_that_python_writes_and_json_has_not_are_read(tmp_path: Path) -> None:
+def test_python_number_literals_outside_json_are_read(tmp_path: Path) -> None:
     tokenizer = byte_level()
     path = folder(tmp_path, tokenizer, CHATML, stops=[2])
     for name, field in (("config.json", "time_step_limit"), ("generation_config.json", "min_length")):
         file = path / name
-        said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"vocab_size": 512}
-        file.write_text(json.dumps({**said, field: float("inf"), "other": float("nan")}), encoding="utf-8")
+        json_content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"vocab_size": 512}
+        file.write_text(json.dumps({**json_content, field: float("inf"), "other": float("nan")}), encoding="utf-8")
     assert TurnFormat(path).stop_token_ids == (1, 2)
 
 
-def test_half_of_a_surrogate_pair_in_a_file_is_one_sentence(tmp_path: Path) -> None:
+def test_lone_surrogate_in_a_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
     path = folder(tmp_path, byte_level(), own=FRAME)
     (path / "turn_format.json").write_text('{"prefix": "\\ud800"}', encoding="utf-8")
     with pytest.raises(TurnFormatError, match=r"turn_format\.json"):

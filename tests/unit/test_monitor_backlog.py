@@ -1,4 +1,4 @@
-"""One home, cell or inbox that stands still is named, however well the others do."""
+"""A single stalled home, cell or inbox is named, however well the others do."""
 
 from collections.abc import Iterator
 
@@ -21,19 +21,19 @@ from tests.golden.examples import EXAMPLES
 BEAT = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
 RESULT = next(record for record in EXAMPLES if isinstance(record, TurnResult))
 EVERY = 2.0
-"""Between two answers of the broker."""
+"""Time between two answers of the broker."""
 
 
 def group_at(home: int, homes: int) -> str:
-    """The id of a group of this home."""
+    """Return the id of a group of this home."""
     return next(name for number in range(10_000) if home_partition(name := f"g{number}", homes) == home)
 
 
 class Run:
-    """A run whose homes move but for those that stand still, and who looks at it."""
+    """A run with progressing and stalled homes, and its observer."""
 
     def __init__(self, homes: int, owners: list[int], *, cells: int = 1) -> None:
-        """`owners`: by home, the number of its worker."""
+        """`owners` is the number of the worker of each home."""
         self.groups = [group_at(home, homes) for home in range(homes)]
         self.workers = [
             WorkerMember(
@@ -49,7 +49,7 @@ class Run:
             self.move(home)
 
     def move(self, home: int) -> None:
-        """A group is opened there, and a turn applied."""
+        """Open a group in the home, and apply a turn."""
         name = self.groups[home]
         group = Group(group_id=name, group_size=1, state=GroupState.OPEN, offset=0, changed_at=0.0)
         self.view.on_record(group, self.now)
@@ -61,7 +61,7 @@ class Run:
         self.view.on_record(msgspec.structs.replace(BEAT, worker=worker, slot=slot, **(could | changes)), self.now)
 
     def go(self, seconds: float, *, still: set[int], prompts: dict[int, int], results: dict[int, int]) -> None:
-        """Time passes; every home moves but those that stand still."""
+        """Advance the time; every home except the stalled ones progresses."""
         until = self.now + seconds
         while self.now < until:
             self.now += EVERY
@@ -97,7 +97,7 @@ class Run:
         return diagnose(facts)
 
     def environments(self, patience: Patience = Patience(step_seconds=1.0)) -> list[Finding]:  # noqa: B008
-        """What is said of environment workers."""
+        """Return the findings about environment workers."""
         return [each for each in self.found(patience) if each.who == "environments"]
 
     def unwell(self) -> list[Finding]:
@@ -105,15 +105,13 @@ class Run:
 
 
 def owned() -> st.SearchStrategy[list[int]]:
-    """By home, the number of its worker."""
+    """Return the number of the worker of each home."""
     return st.lists(st.integers(0, 3), min_size=2, max_size=8)
 
 
 @settings(max_examples=30)
 @given(owned(), st.data())
-def test_a_home_that_stands_still_among_others_that_move_is_named_with_its_worker(
-    owners: list[int], data: st.DataObject
-) -> None:
+def test_stalled_home_among_progressing_homes_is_named_with_its_worker(owners: list[int], data: st.DataObject) -> None:
     homes = len(owners)
     home = data.draw(st.integers(0, homes - 1))
     step = data.draw(st.sampled_from([1.0, 60.0, 200.0]))
@@ -131,9 +129,7 @@ def test_a_home_that_stands_still_among_others_that_move_is_named_with_its_worke
 
 @settings(max_examples=30)
 @given(owned(), st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)))
-def test_homes_that_move_are_accused_of_nothing_however_much_waits_in_them(
-    owners: list[int], prompts: set[int], results: set[int]
-) -> None:
+def test_progressing_homes_are_healthy_at_any_backlog(owners: list[int], prompts: set[int], results: set[int]) -> None:
     run = Run(len(owners), owners)
     waits = [{home: 5 for home in among if home < len(owners)} for among in (prompts, results)]
     run.go(STANDSTILL_SECONDS + 2 * EVERY, still=set(), prompts=waits[0], results=waits[1])
@@ -142,7 +138,7 @@ def test_homes_that_move_are_accused_of_nothing_however_much_waits_in_them(
 
 @settings(max_examples=30)
 @given(owned(), st.data())
-def test_a_worker_that_stands_still_is_named_with_all_of_its_homes(owners: list[int], data: st.DataObject) -> None:
+def test_stalled_worker_is_named_with_all_its_homes(owners: list[int], data: st.DataObject) -> None:
     run = Run(len(owners), owners)
     worker = data.draw(st.sampled_from(run.workers))
     run.go(STALLED_SECONDS + 2 * EVERY, still=set(worker.homes), prompts={}, results=dict.fromkeys(worker.homes, 2))
@@ -152,12 +148,12 @@ def test_a_worker_that_stands_still_is_named_with_all_of_its_homes(owners: list[
     assert f"results wait for {worker.name} ({homes}), and none was applied for" in finding.sentence
 
 
-def test_a_standing_worker_of_three_is_named_though_the_others_go_on() -> None:
+def test_stalled_worker_of_three_is_named_while_the_others_progress() -> None:
     run = Run(9, [0, 1, 2] * 3)
     prompts, results = {1: 7, 4: 7, 7: 6}, {1: 4, 7: 5}
     run.go(STALLED_SECONDS + 2 * EVERY, still={1, 4, 7}, prompts=prompts, results=results)
-    told = {each.sentence for each in run.environments() if each.severity is Severity.UNWELL}
-    assert told == {
+    sentences = {each.sentence for each in run.environments() if each.severity is Severity.UNWELL}
+    assert sentences == {
         "9 results wait for environment-1 (homes 1, 7), and none was applied for 12 s",
         "20 prompts wait and the window has room, but no group was opened for 12 s: "
         "see the log of environment-1 (homes 1, 4, 7)",
@@ -169,7 +165,7 @@ def still_since(run: Run, seconds: float) -> Iterator[Finding]:
     yield from run.environments()
 
 
-def test_nobody_is_accused_of_the_time_before_it_owned_a_home_or_before_anything_waited() -> None:
+def test_time_before_ownership_or_backlog_counts_against_no_worker() -> None:
     run = Run(2, [0, 1])
     run.go(40.0, still={0}, prompts={}, results={})
     assert not list(still_since(run, STALLED_SECONDS - EVERY)), "it came a moment ago"
@@ -184,7 +180,7 @@ def test_nobody_is_accused_of_the_time_before_it_owned_a_home_or_before_anything
     assert later == finding, "nobody looked meanwhile"
 
 
-def test_prompts_that_compete_for_the_room_of_a_worker_that_opens_others_stand_not_still() -> None:
+def test_prompts_of_a_worker_that_opens_other_groups_are_not_stalled() -> None:
     run = Run(3, [0, 0, 1])
     run.go(200.0, still={0}, prompts={0: 5, 1: 5}, results={})
     assert not run.environments()
@@ -194,7 +190,7 @@ def test_prompts_that_compete_for_the_room_of_a_worker_that_opens_others_stand_n
     assert "see the log of environment-0 (homes 0, 1)" in finding.sentence
 
 
-def test_a_cell_without_a_router_that_serves_is_named_though_the_other_cell_moves() -> None:
+def test_cell_without_a_router_is_named_while_another_cell_progresses() -> None:
     run = Run(4, [0, 0, 1, 1], cells=2)
     for _ in range(10):
         for slot in range(2):
@@ -206,7 +202,7 @@ def test_a_cell_without_a_router_that_serves_is_named_though_the_other_cell_move
     assert finding.sentence.startswith("2 trajectories ask for turns in cell 1 and executor-1 could run them, but no")
 
 
-def test_an_inbox_that_is_not_read_is_named() -> None:
+def test_unread_inbox_is_named() -> None:
     run = Run(4, [0, 0, 1, 1], cells=2)
     for look in range(12):
         for slot in range(2):
@@ -220,7 +216,7 @@ def test_an_inbox_that_is_not_read_is_named() -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=60))
-def test_what_is_remembered_of_the_moments_of_stages_is_bounded_by_the_homes(groups: list[int]) -> None:
+def test_remembered_stage_times_are_bounded_by_the_homes(groups: list[int]) -> None:
     view = RunState(began=0.0, homes=4)
     for number in groups:
         view.on_progress(f"g{number}:0", 1.0, live=False, stamp=1.0)
@@ -228,7 +224,7 @@ def test_what_is_remembered_of_the_moments_of_stages_is_bounded_by_the_homes(gro
     assert len(view.stage_clock._at) <= 4 and len(view.stage_clock._stamps) <= 4
 
 
-def test_an_executor_that_runs_turns_of_which_none_ends_is_named() -> None:
+def test_executor_with_turns_that_never_end_is_named() -> None:
     run = Run(1, [0])
     run.beat("executor-0", 0, rollout=Tenant(running=2))
     run.now = STANDSTILL_SECONDS

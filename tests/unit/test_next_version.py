@@ -1,4 +1,4 @@
-"""This version beside the next one: each reads what the other writes, and what the next adds passes unharmed."""
+"""This version beside the next version: each reads the records of the other, and additions pass unchanged."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ from rose.schemas.wire import RECORDS, decode
 for record in RECORDS:
     assert decode(record, (Path(sys.argv[1]) / record.__name__).read_bytes()).{field} == ""
 """
-"""The next version's own."""
+"""Program of the next version."""
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +59,13 @@ def run(sources: Path, program: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def newer(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[type[Record], bytes]:
-    """What the next version writes of the example of each record."""
+    """Return the example of each record as the next version writes it."""
     folder = tmp_path_factory.mktemp("newer")
     run(sources, WRITE, folder)
     return {record: (folder / record.__name__).read_bytes() for record in RECORDS}
 
 
-def test_every_record_of_the_next_version_has_the_field_set_and_is_read_here(
+def test_next_version_records_with_the_new_field_are_read_by_this_version(
     newer: dict[type[Record], bytes],
 ) -> None:
     for example in EXAMPLES:
@@ -76,28 +76,28 @@ def test_every_record_of_the_next_version_has_the_field_set_and_is_read_here(
         assert decode(type(example), wire) == _with_nested(example, wire)
 
 
-def test_a_prompt_that_asks_for_what_the_next_version_can_is_refused(newer: dict[type[Record], bytes]) -> None:
+def test_prompt_with_a_feature_of_the_next_version_is_refused(newer: dict[type[Record], bytes]) -> None:
     with pytest.raises(RecordError, match=f"no field `{FIELD}`"):
         decode(Prompt, newer[Prompt])
-    said = msgpack.unpackb(newer[Prompt])
-    del said[FIELD], said["sampling"][FIELD]
-    assert decode(Prompt, msgpack.packb(said)) in EXAMPLES
+    values = msgpack.unpackb(newer[Prompt])
+    del values[FIELD], values["sampling"][FIELD]
+    assert decode(Prompt, msgpack.packb(values)) in EXAMPLES
 
 
 def _with_nested(example: Record, wire: bytes) -> Record:
-    """The example; a dispatch has the request as it came, which compares by its bytes."""
+    """Return the example; a dispatch holds its request as bytes, which are compared."""
     if isinstance(example, TurnDispatch):
         return msgspec.structs.replace(example, asked=decode(TurnDispatch, wire).asked)
     return example
 
 
-def test_the_next_version_reads_every_record_of_this_one(sources: Path, tmp_path: Path) -> None:
+def test_next_version_reads_every_record_of_this_one(sources: Path, tmp_path: Path) -> None:
     for example in EXAMPLES:
         (tmp_path / type(example).__name__).write_bytes(encode(example))
     run(sources, READ.format(field=FIELD), tmp_path)
 
 
-def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[Record], bytes]) -> None:
+def test_unknown_request_field_passes_this_router(newer: dict[type[Record], bytes]) -> None:
     wire = newer[TurnRequest]
     router = Router(CONFIG)
     router.on_heartbeat(heartbeat(0, state=ExecutorState.READY), 0.0)
@@ -108,20 +108,20 @@ def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[
 
 
 @pytest.mark.parametrize("record", [each for each in RECORDS if each is not Prompt], ids=lambda record: record.__name__)
-def test_a_dead_letter_keeps_what_the_next_version_added_when_it_is_edited_here(
+def test_edited_dead_letter_keeps_fields_of_the_next_version(
     newer: dict[type[Record], bytes], record: type[Record], tmp_path: Path
 ) -> None:
-    """Sent back from the file that `rose dlq show` gives, with one more field set; bytes stay bytes."""
+    """The message is resent from the file of `rose dlq show` with one more field set; bytes stay bytes."""
     [topic] = [topic for topic in RECORD_TOPICS if topic.record is record]
     raw = RawMessage(b"key", newer[record])
-    letter = DeadLetter(topic=topic, partition=0, offset=0, key=b"key", reason="", dead_lettered_at=0.0, raw=raw)
+    dead_letter = DeadLetter(topic=topic, partition=0, offset=0, key=b"key", reason="", dead_lettered_at=0.0, raw=raw)
     file = tmp_path / "letter.json"
-    file.write_text(show_value(letter))
-    sent = edited_message(letter, file, [f'{name_of(record)}="again"']).value
+    file.write_text(show_value(dead_letter))
+    sent = edited_message(dead_letter, file, [f'{name_of(record)}="again"']).value
     assert sent is not None
     assert msgpack.unpackb(sent) == msgpack.unpackb(newer[record]) | {name_of(record): "again"}
 
 
 def name_of(record: type[Record]) -> str:
-    """Some field of the record."""
+    """Return the name of some field of the record."""
     return msgspec.structs.fields(record)[0].encode_name

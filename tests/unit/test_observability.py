@@ -1,4 +1,4 @@
-"""What is documented, drawn and watched is what the code exports."""
+"""Documented, drawn and alerted metrics equal those that the code exports."""
 
 import ast
 import re
@@ -41,14 +41,14 @@ def rules() -> list[dict[str, Any]]:
     return found
 
 
-def test_the_page_and_the_dashboards_are_what_the_code_says() -> None:
+def test_page_and_dashboards_equal_the_generated_files() -> None:
     written = generated_files()
     stale = [path for path, content in written.items() if (ROOT / path).read_text() != content]
     assert stale == [], "run `python -m rose.pipeline.observability`"
     assert {path.name for path in (ROOT / FOLDER).iterdir()} == {f"{each.name}.json" for each in DASHBOARDS}
 
 
-def test_every_module_that_declares_metrics_is_in_the_table() -> None:
+def test_every_module_with_metrics_is_in_the_table() -> None:
     kinds = {"Counter", "Gauge", "Histogram", "Summary", "CounterMetricFamily", "GaugeMetricFamily"}
     declaring = {
         ".".join(("rose", *file.relative_to(ROOT).with_suffix("").parts))
@@ -64,7 +64,7 @@ def test_every_module_that_declares_metrics_is_in_the_table() -> None:
     assert declaring == {source.module for source in SOURCES}
 
 
-def test_names_follow_the_conventions() -> None:
+def test_metric_names_follow_the_conventions() -> None:
     for each in metrics():
         assert each.name.startswith("rose_"), each
         assert each.name.endswith("_total") == (each.kind == "counter"), each
@@ -73,7 +73,7 @@ def test_names_follow_the_conventions() -> None:
         assert each.sentence.endswith(".") and each.sentence[0].isupper(), each
 
 
-def test_what_a_process_exports_has_the_type_and_labels_of_the_table() -> None:
+def test_exported_metrics_have_the_types_and_labels_of_the_table() -> None:
     rows = {each.name.removesuffix("_total"): each for each in metrics()}
     declared = [value for source in SOURCES for value in vars(import_module(source.module)).values()]
     registries = [REGISTRY, *(each for each in declared if isinstance(each, CollectorRegistry))]
@@ -87,13 +87,13 @@ def test_what_a_process_exports_has_the_type_and_labels_of_the_table() -> None:
             assert set(sample.labels) - {"le"} == set(row.labels), sample
 
 
-def test_the_names_of_counts_and_reasons_are_all_there_are() -> None:
+def test_tables_of_counts_and_reasons_are_complete() -> None:
     assert list(COUNTS) == list(Counters.__dataclass_fields__)
     exported = {sample.labels["why"] for family in HELD_BACK.collect() for sample in family.samples}
     assert exported == {hold.value for hold in HoldReason}
 
 
-def test_a_query_is_of_the_jobs_that_were_chosen() -> None:
+def test_dashboard_query_selects_the_chosen_jobs() -> None:
     exporting = {"rose_a_total", "rose_b"}
     chosen = filter_by_job('rate(rose_a_total{kind="x"}[5m]) / rose_b', exporting)
     assert chosen == 'rate(rose_a_total{job=~"$job",kind="x"}[5m]) / rose_b{job=~"$job"}'
@@ -101,11 +101,11 @@ def test_a_query_is_of_the_jobs_that_were_chosen() -> None:
         filter_by_job("rose_b / rose_c", exporting)
 
 
-def test_every_alert_asks_for_what_is_exported_and_has_a_runbook() -> None:
+def test_every_alert_queries_exported_metrics_and_has_a_runbook() -> None:
     headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "operations" / "alerts.md").read_text(), re.MULTILINE)
     for rule in rules():
-        asked = names_in(rule["expr"])
-        assert asked and asked <= known(), rule["alert"]
+        queried = names_in(rule["expr"])
+        assert queried and queried <= known(), rule["alert"]
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith(".")
         assert rule["annotations"]["runbook"] == f"docs/operations/alerts.md#{rule['alert'].lower()}"
@@ -120,8 +120,8 @@ def test_every_alert_is_tested_to_fire_and_to_stay_silent() -> None:
     for each in yaml.safe_load(TESTS.read_text())["tests"]:
         for case in each["alert_rule_test"]:
             (firing if case["exp_alerts"] else silent).add(case["alertname"])
-        asked = {name for series in each["input_series"] for name in names_in(series["series"])}
-        assert asked <= known(), each["name"]
+        queried = {name for series in each["input_series"] for name in names_in(series["series"])}
+        assert queried <= known(), each["name"]
     assert firing == silent == {rule["alert"] for rule in rules()}
 
 

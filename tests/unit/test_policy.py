@@ -1,4 +1,4 @@
-"""Loading a policy, its logprobs, and one training step, with the model that ships."""
+"""Loading a policy, its logprobs, and one training step, with the shipped model."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def policy() -> Any:
 
 @pytest.fixture(scope="module")
 def groups(policy: Any) -> list[list[TrainingSample]]:
-    """Four groups of four trajectories that the shipped policy really played."""
+    """Four groups of four trajectories that the shipped policy has played."""
     tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in range(4) for _ in range(4)]
     played = sample_trajectories(
         policy, TurnFormat(SHIPPED), tasks, generator=torch.Generator().manual_seed(3), max_tokens=16
@@ -76,14 +76,14 @@ def logprob_of(model: Any, sample: TrainingSample) -> float:
 
 
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 1000))
-def test_microbatches_hold_everything_once_and_keep_to_their_budget(lengths: list[int], budget: int) -> None:
+def test_microbatches_hold_every_sample_once_within_their_budget(lengths: list[int], budget: int) -> None:
     batches = list(microbatches(lengths, tokens=budget))
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or max(lengths[index] for index in batch) * len(batch) <= budget
 
 
-def test_a_logprob_depends_neither_on_padding_nor_on_the_cache(policy: Any, groups: list[list[TrainingSample]]) -> None:
+def test_logprob_depends_neither_on_padding_nor_on_the_cache(policy: Any, groups: list[list[TrainingSample]]) -> None:
     """The sampler decodes with a KV cache in uneven batches; the trainer computes whole sequences."""
     samples = [sample for group in groups for sample in group]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_a_logprob_depends_neither_on_padding_nor_on_the_cache(policy: Any, grou
 
 
 @pytest.mark.parametrize(("sampled_by", "shift", "refused"), [(3, 0.2, True), (3, 0.02, False), (2, 0.2, False)])
-def test_step_on_tokens_that_the_engines_weigh_otherwise_is_refused_and_changes_nothing(
+def test_step_on_tokens_with_divergent_engine_logprobs_is_refused_without_change(
     policy: Any, groups: list[list[TrainingSample]], sampled_by: int, shift: float, refused: bool
 ) -> None:
     model = copy.deepcopy(policy)
@@ -140,7 +140,7 @@ def test_one_engine_among_many_that_computes_another_policy_is_named(
     assert torch.equal(parameters_of(model), parameters_of(policy)) is refused
 
 
-def test_a_step_makes_what_was_rewarded_likelier(policy: Any, groups: list[list[TrainingSample]]) -> None:
+def test_step_raises_the_probability_of_rewarded_samples(policy: Any, groups: list[list[TrainingSample]]) -> None:
     model = copy.deepcopy(policy)
     samples = [sample for group in groups for sample in group]
     before = [logprob_of(model, sample) for sample in samples]
@@ -154,20 +154,20 @@ def test_a_step_makes_what_was_rewarded_likelier(policy: Any, groups: list[list[
     assert metrics.tokens == sum(sum(sample.loss_mask) for sample in samples)
 
 
-def test_packing_changes_nothing(policy: Any, groups: list[list[TrainingSample]]) -> None:
+def test_packing_does_not_change_the_step(policy: Any, groups: list[list[TrainingSample]]) -> None:
     small = updated(policy, groups, replace(STANDARD, microbatch_tokens=128))
     large = updated(policy, groups, replace(STANDARD, microbatch_tokens=100_000))
     assert (small - parameters_of(policy)).abs().max() > 1e-3
     torch.testing.assert_close(small, large, atol=1e-5, rtol=0)
 
 
-def test_groups_without_a_difference_change_nothing(policy: Any, groups: list[list[TrainingSample]]) -> None:
+def test_groups_with_equal_rewards_do_not_change_the_policy(policy: Any, groups: list[list[TrainingSample]]) -> None:
     alike = [replace(sample, reward=1.0) for sample in groups[0]]
     assert torch.equal(updated(policy, [alike], ONE_UPDATE), parameters_of(policy))
     assert torch.equal(updated(policy, [groups[1], alike], ONE_UPDATE), updated(policy, [groups[1]], ONE_UPDATE))
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied(policy: Any, groups: list[list[TrainingSample]]) -> None:
+def test_non_finite_gradient_is_not_applied(policy: Any, groups: list[list[TrainingSample]]) -> None:
     model = copy.deepcopy(policy)
     broken = [replace(sample, behaviour_logprobs=[math.nan] * len(sample.tokens)) for sample in groups[0]]
     metrics = train_step(model, make_optimizer(model, learning_rate=1.0), [broken], algorithm=GRPO, config=ONE_UPDATE)
@@ -175,8 +175,10 @@ def test_a_gradient_that_is_not_finite_is_not_applied(policy: Any, groups: list[
     assert torch.equal(parameters_of(model), parameters_of(policy))
 
 
-def test_what_was_not_applied_is_named_and_is_in_no_mean(policy: Any, groups: list[list[TrainingSample]]) -> None:
-    """Of two minibatches the second: its groups are the second and, after one without a signal, the third with one."""
+def test_minibatch_that_was_not_applied_is_named_and_left_out_of_means(
+    policy: Any, groups: list[list[TrainingSample]]
+) -> None:
+    """The second of two minibatches has its own groups and, after a group without a signal, the third."""
     alike = [replace(sample, reward=1.0) for sample in groups[1]]
     broken = [replace(sample, behaviour_logprobs=[math.nan] * len(sample.tokens)) for sample in groups[2]]
     model, same = copy.deepcopy(policy), copy.deepcopy(policy)
@@ -197,9 +199,7 @@ def test_what_was_not_applied_is_named_and_is_in_no_mean(policy: Any, groups: li
         assert getattr(whole, name) == getattr(applied, name)
 
 
-def test_figures_stay_finite_whatever_the_recorded_logprobs_are(
-    policy: Any, groups: list[list[TrainingSample]]
-) -> None:
+def test_step_figures_stay_finite_for_any_recorded_logprobs(policy: Any, groups: list[list[TrainingSample]]) -> None:
     least = [replace(sample, behaviour_logprobs=[MIN_LOGPROB] * len(sample.tokens)) for sample in groups[0]]
     model = copy.deepcopy(policy)
     done = train_step(model, make_optimizer(model, learning_rate=1e-3), [least], algorithm=GRPO, config=ONE_UPDATE)
@@ -207,10 +207,8 @@ def test_figures_stay_finite_whatever_the_recorded_logprobs_are(
     assert all(map(math.isfinite, (done.loss, done.importance_mean, done.kl_behaviour, done.gradient_norm)))
 
 
-def test_tokens_are_weighed_at_the_temperatures_they_were_drawn_at(
-    policy: Any, groups: list[list[TrainingSample]]
-) -> None:
-    """Each of them, also where the turns of a trajectory differ; what is padded beside it changes nothing."""
+def test_tokens_are_evaluated_at_their_sampling_temperature(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    """This holds for each token, also with different temperatures in one trajectory; padding changes nothing."""
     mixed, short = groups[0][0], replace(groups[0][1], tokens=groups[0][1].tokens[:9])
     temperatures = [0.7 if at % 2 else 1.3 for at in range(len(mixed.tokens))]
     tokens = pad_rows([mixed.tokens, short.tokens], dtype=torch.long)
@@ -224,13 +222,13 @@ def test_tokens_are_weighed_at_the_temperatures_they_were_drawn_at(
         assert found[0, at].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_a_sample_of_one_token_is_no_crash(policy: Any, groups: list[list[TrainingSample]]) -> None:
+def test_sample_of_one_token_is_trained(policy: Any, groups: list[list[TrainingSample]]) -> None:
     one = TrainingSample(tokens=[3], loss_mask=[0], behaviour_logprobs=[0.0], temperatures=[1.0], reward=7.0)
     changed = updated(policy, [[one, *groups[0]], [one, replace(one, reward=0.0)]], STANDARD)
     assert changed.isfinite().all() and not torch.equal(changed, parameters_of(policy))
 
 
-def test_to_try_a_group_raises_what_a_step_would_and_changes_no_weight(
+def test_trial_of_a_group_raises_the_error_of_a_step_and_changes_no_weight(
     policy: Any, groups: list[list[TrainingSample]]
 ) -> None:
     model = copy.deepcopy(policy)
@@ -241,22 +239,20 @@ def test_to_try_a_group_raises_what_a_step_would_and_changes_no_weight(
     assert torch.equal(parameters_of(model), parameters_of(policy))
 
 
-def test_a_policy_of_finite_weights_that_computes_no_numbers_is_told(
-    policy: Any, groups: list[list[TrainingSample]]
-) -> None:
+def test_policy_with_finite_weights_and_nan_logits_is_reported(policy: Any, groups: list[list[TrainingSample]]) -> None:
     model = copy.deepcopy(policy)
     assert dry_run_policy(model, groups, config=STANDARD) and dry_run_policy(model, [], config=STANDARD)
     model.model.norm.weight.data.fill_(3e38)
     assert not dry_run_policy(model, groups, config=STANDARD)
 
 
-def test_a_step_repeats_to_the_bit(policy: Any, groups: list[list[TrainingSample]]) -> None:
+def test_step_is_reproducible_bit_for_bit(policy: Any, groups: list[list[TrainingSample]]) -> None:
     assert torch.equal(updated(policy, groups, STANDARD), updated(policy, groups, STANDARD))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_folder_with_a_weight_that_is_not_finite_is_refused_by_its_name(tmp_path: Path, value: float) -> None:
-    """Also where it is one of two that config.json calls one: no number equals NaN, and not even NaN does."""
+def test_folder_with_a_non_finite_weight_is_refused_with_its_name(tmp_path: Path, value: float) -> None:
+    """One of two tied weights may be NaN: no number equals NaN, not even NaN."""
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -267,7 +263,7 @@ def test_a_folder_with_a_weight_that_is_not_finite_is_refused_by_its_name(tmp_pa
         load_policy(folder)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=r"no readable config\.json"):
         load_policy(tmp_path)
 
@@ -282,7 +278,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         ("config.json", b'{"model_type": "no such model"}'),
     ],
 )
-def test_a_broken_folder_is_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_broken_folder_is_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     (folder / name).unlink()
@@ -317,7 +313,7 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -
     assert "\n" not in str(refused.value)
 
 
-def test_a_library_that_names_only_a_key_is_told_as_an_error_of_a_key(tmp_path: Path) -> None:
+def test_key_error_of_a_library_is_reported_as_a_missing_key(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -326,7 +322,7 @@ def test_a_library_that_names_only_a_key_is_told_as_an_error_of_a_key(tmp_path: 
         load_policy(folder)
 
 
-def test_the_same_luck_plays_the_same_trajectories(policy: Any) -> None:
+def test_same_seed_plays_the_same_trajectories(policy: Any) -> None:
     seeds = random.Random(5).sample(range(10**6), 5)
     tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in seeds]
     first, second = (

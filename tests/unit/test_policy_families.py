@@ -1,4 +1,4 @@
-"""Policies whose configuration says how attention, angles and answers are: computed as an engine does, or refused."""
+"""Policies with unusual attention, rotary angles or outputs: computed as in an engine, or refused."""
 
 import json
 import os
@@ -40,9 +40,9 @@ def made(folder: Path, kind: str, **fields: Any) -> Path:
     return folder
 
 
-def rewrite(folder: Path, **said: object) -> Path:
+def rewrite(folder: Path, **settings: object) -> Path:
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return folder
 
 
@@ -52,7 +52,7 @@ def logprobs_of(model: Any, *rows: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
-def test_attention_with_a_cap_on_its_logits_is_computed_with_it(kind: str, tmp_path: Path) -> None:
+def test_attention_logit_cap_is_applied(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder, row = made(tmp_path, kind, **CAPPED), [*range(2, 40)]
@@ -62,7 +62,7 @@ def test_attention_with_a_cap_on_its_logits_is_computed_with_it(kind: str, tmp_p
     assert (found - logprobs_of(without.eval(), row)).abs().max() > 1e-2, "the cap changes nothing here"
 
 
-def test_a_version_is_proven_by_attention_with_its_cap(tmp_path: Path) -> None:
+def test_version_with_an_attention_logit_cap_is_proven(tmp_path: Path) -> None:
     folder, row = made(tmp_path, "gemma2", **CAPPED), [*range(2, 40)]
     model = load_policy(folder)
     probed = ProbeAnswer(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
@@ -71,8 +71,8 @@ def test_a_version_is_proven_by_attention_with_its_cap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["apertus", "bloom", "minicpm3"])
-def test_layers_that_vllm_has_otherwise_are_trained_and_proven_as_it_has_them(kind: str, tmp_path: Path) -> None:
-    """xIELU has parameters in bfloat16, GELU is exact, and a norm adds no other number than rms_norm_eps."""
+def test_layers_that_vllm_fuses_are_trained_and_proven_like_vllm(kind: str, tmp_path: Path) -> None:
+    """xIELU has parameters in bfloat16, GELU is exact, and a norm adds only rms_norm_eps."""
     from transformers import AutoModelForCausalLM
 
     ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}
@@ -99,7 +99,7 @@ def test_layers_that_vllm_has_otherwise_are_trained_and_proven_as_it_has_them(ki
     assert ReferenceModel(folder).logprobs(dict(weights), probed) == pytest.approx(found[0, 1:].numpy(), abs=1e-5)
 
 
-def test_attention_that_the_folder_names_is_not_what_decides(tmp_path: Path) -> None:
+def test_attention_implementation_named_by_the_folder_is_ignored(tmp_path: Path) -> None:
     folder = made(tmp_path, "gpt_oss", head_dim=16, num_local_experts=2, num_experts_per_tok=1)
     for named in ("sdpa", "flash_attention_2", "flex_attention"):
         model = load_policy(rewrite(folder, attn_implementation=named))
@@ -107,16 +107,16 @@ def test_attention_that_the_folder_names_is_not_what_decides(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True, "output_hidden_states": True}],
 )
-def test_how_a_folder_wants_its_answers_is_not_what_decides(said: dict[str, bool], tmp_path: Path) -> None:
+def test_output_settings_of_a_folder_are_ignored(settings: dict[str, bool], tmp_path: Path) -> None:
     folder, row = made(tmp_path, "llama"), [*range(2, 20)]
     expected = logprobs_of(load_policy(folder), row)
-    assert torch.equal(logprobs_of(load_policy(rewrite(folder, **said)), row), expected)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, **settings)), row), expected)
 
 
-def test_a_computation_of_bloom_that_leaves_biases_out_is_not_what_decides(tmp_path: Path) -> None:
+def test_bloom_setting_that_leaves_out_biases_is_ignored(tmp_path: Path) -> None:
     folder, row = made(tmp_path, "bloom"), [*range(2, 20)]
     biased = {name: tensor + 0.1 for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(biased, folder / "model.safetensors", metadata={"format": "pt"})
@@ -132,13 +132,13 @@ def test_a_limit_of_time_steps_is_not_kept_to_as_engines_know_none(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["mistral", "phi3"])
-def test_a_sliding_window_of_0_is_none_as_engines_read_it(kind: str, tmp_path: Path) -> None:
+def test_sliding_window_of_0_means_no_window_like_in_engines(kind: str, tmp_path: Path) -> None:
     folder, row = made(tmp_path, kind, sliding_window=None), [*range(2, 40)]
     without = logprobs_of(load_policy(folder), row)
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, sliding_window=0)), row), without)
 
 
-def test_a_sliding_window_of_0_is_left_where_it_is_not_read_and_refused_of_layers_that_slide(tmp_path: Path) -> None:
+def test_sliding_window_of_0_is_kept_if_unused_and_refused_for_sliding_layers(tmp_path: Path) -> None:
     mixture = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 4}
     load_policy(made(tmp_path / "mixture", "qwen2_moe", num_experts_per_tok=2, **mixture))
     sliding = rewrite(made(tmp_path / "sliding", "gemma2", head_dim=16), sliding_window=0)
@@ -146,7 +146,7 @@ def test_a_sliding_window_of_0_is_left_where_it_is_not_read_and_refused_of_layer
         load_policy(sliding)
 
 
-def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_path: Path) -> None:
+def test_long_context_rope_angles_do_not_depend_on_other_rows_of_a_batch(tmp_path: Path) -> None:
     folder = made(tmp_path, "phi3", original_max_position_embeddings=16, rope_parameters=ANGLES)
     model = load_policy(folder)
     assert max_context_tokens(model.config.to_dict()) == 16
@@ -156,14 +156,14 @@ def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_
     torch.testing.assert_close(logprobs_of(model, short)[0], alone, atol=0, rtol=0)
 
 
-def test_a_part_of_a_head_that_transformers_does_not_keep_to_is_refused(tmp_path: Path) -> None:
+def test_partial_rotary_factor_ignored_by_transformers_is_refused(tmp_path: Path) -> None:
     angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     load_policy(made(tmp_path / "stablelm", "stablelm", rope_parameters=angles))
     with pytest.raises(FolderError, match="has a partial_rotary_factor"):
         load_policy(made(tmp_path / "llama", "llama", rope_parameters=angles))
 
 
-def test_weights_that_are_finite_and_whose_logprobs_are_not_are_refused(tmp_path: Path) -> None:
+def test_finite_weights_with_non_finite_logprobs_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = made(tmp_path, "llama")
@@ -174,14 +174,14 @@ def test_weights_that_are_finite_and_whose_logprobs_are_not_are_refused(tmp_path
         load_policy(folder)
 
 
-def test_a_model_that_raises_when_it_computes_is_refused(tmp_path: Path) -> None:
+def test_model_that_raises_in_its_forward_pass_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, "dbrx", d_model=32, n_heads=2, n_layers=1, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
     with pytest.raises(FolderError, match="loads, and transformers cannot compute it: ") as caught:
         load_policy(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_code_that_a_folder_brings_is_neither_run_nor_asked_about_in_a_terminal(tmp_path: Path) -> None:
+def test_remote_code_of_a_folder_is_neither_run_nor_prompted_for(tmp_path: Path) -> None:
     folder, ran = made(tmp_path / "model", "llama"), tmp_path / "ran"
     (folder / "modeling_own.py").write_text(
         f"open({str(ran)!r}, 'w').close()\n"

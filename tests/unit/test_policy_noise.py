@@ -1,4 +1,4 @@
-"""A policy whose configuration has noise for training: the trainer computes what the engines sampled with."""
+"""A policy with dropout in its configuration: the trainer computes as the engines sampled."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "what an embedding adds": ("phi", SIZES | {"intermediate_size": 64, "embd_pdrop": 0.5, "resid_pdrop": 0.5}),
 }
-"""By where the noise is: a type of model, and its configuration."""
+"""A model type and its configuration, by the location of the dropout."""
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=list(FAMILIES))
@@ -55,7 +55,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def groups_of(folder: Path) -> list[list[TrainingSample]]:
-    """What a sampler, which computes without any noise, would have recorded."""
+    """Return the groups that a sampler, which computes without dropout, would have recorded."""
     from transformers import AutoModelForCausalLM
 
     sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -76,11 +76,11 @@ def groups_of(folder: Path) -> list[list[TrainingSample]]:
     return [samples]
 
 
-def test_a_policy_with_noise_for_training_has_ratio_1_on_policy_and_a_step_that_no_seed_changes(folder: Path) -> None:
+def test_policy_with_dropout_has_on_policy_ratio_1_and_a_seed_independent_step(folder: Path) -> None:
     groups, stepped = groups_of(folder), []
     for seed, in_training in ((1, False), (2, False), (3, True)):
         torch.manual_seed(seed)
-        model = load_policy(folder).train(in_training)  # whoever calls a step may have trained by other means before
+        model = load_policy(folder).train(in_training)  # the caller of a step may have trained by other means before
         done = train_step(model, make_optimizer(model, learning_rate=1e-3), groups, algorithm=ALGORITHM, config=CONFIG)
         assert done.importance_mean == pytest.approx(1, abs=1e-5) and done.kl_behaviour < 1e-9
         assert (done.clipped_share, done.tokens) == (0, 80)
@@ -88,8 +88,8 @@ def test_a_policy_with_noise_for_training_has_ratio_1_on_policy_and_a_step_that_
     assert all(torch.equal(stepped[0], other) for other in stepped[1:])
 
 
-def test_a_loaded_policy_computes_without_noise(folder: Path) -> None:
-    """Also where a group is tried alone."""
+def test_loaded_policy_computes_without_dropout(folder: Path) -> None:
+    """This also holds for a trial of a group."""
     model, tokens = load_policy(folder), torch.arange(2, 50)[None]
     torch.manual_seed(1)
     first = token_logprobs(model, tokens)

@@ -1,4 +1,4 @@
-"""What every role has as a process."""
+"""Process behaviour of every role."""
 
 import signal
 import subprocess
@@ -42,20 +42,20 @@ NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 WAIT_SECONDS = 60.0
 
 
-def test_a_process_that_is_asked_to_stop_just_as_it_waits_for_that_stops() -> None:
+def test_process_asked_to_stop_as_it_starts_to_wait_stops() -> None:
     command = [sys.executable, "-c", ASKED_AMID_A_WAIT]
     assert subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout == "stops\n"
 
 
-@pytest.mark.parametrize(("before", "seconds", "told"), [("", WAIT_SECONDS, "stops"), (NOHUP, 0.1, "goes on")])
-def test_a_process_whose_terminal_is_closed_stops_unless_it_was_told_not_to(
-    before: str, seconds: float, told: str
+@pytest.mark.parametrize(("before", "seconds", "signal_name"), [("", WAIT_SECONDS, "stops"), (NOHUP, 0.1, "goes on")])
+def test_process_with_a_closed_terminal_stops_unless_hangup_is_ignored(
+    before: str, seconds: float, signal_name: str
 ) -> None:
     command = [sys.executable, "-c", TOLD_OF_ITS_TERMINAL.format(before=before, seconds=seconds)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout == f"{told}\n"
+    assert subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout == f"{signal_name}\n"
 
 
-def test_a_process_that_hangs_and_is_aborted_leaves_its_stacks_in_its_log() -> None:
+def test_hung_process_that_is_aborted_logs_its_stacks() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", WAITS], stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -1,4 +1,4 @@
-"""What a prompt leaves open is as its worker is configured, and the same on every machine."""
+"""Defaults of a prompt come from its worker's configuration, and are the same on every machine."""
 
 import msgspec
 import pytest
@@ -13,12 +13,12 @@ CONFIGURED = Sampling(temperature=0.7, max_tokens=4096, stop_token_ids=(2,))
 
 
 def prompt(**fields: object) -> Prompt:
-    said = {"group_id": "g", "group_size": 2, "environment": "calculator", **fields}
-    return msgspec.convert(said, Prompt)
+    fields_of_prompt = {"group_id": "g", "group_size": 2, "environment": "calculator", **fields}
+    return msgspec.convert(fields_of_prompt, Prompt)
 
 
 @pytest.mark.parametrize(
-    ("said", "drawn"),
+    ("fields_of_prompt", "drawn"),
     [
         ({}, CONFIGURED),
         ({"temperature": 1.0}, msgspec.structs.replace(CONFIGURED, temperature=1.0)),
@@ -27,22 +27,22 @@ def prompt(**fields: object) -> Prompt:
         ({"seed": 0}, msgspec.structs.replace(CONFIGURED, seed=0)),
     ],
 )
-def test_what_sampling_leaves_out_is_as_configured_also_once_another_worker_goes_on(
-    said: dict[str, object], drawn: Sampling
+def test_default_sampling_is_kept_when_another_worker_takes_over(
+    fields_of_prompt: dict[str, object], drawn: Sampling
 ) -> None:
-    whole = with_full_sampling(prompt(sampling=said), CONFIGURED)
+    whole = with_full_sampling(prompt(sampling=fields_of_prompt), CONFIGURED)
     assert whole.sampling.with_defaults(CONFIGURED) == whole.sampling.with_defaults(Sampling()) == drawn
     assert with_full_sampling(whole, Sampling(temperature=2.0)) == whole
 
 
-def test_a_task_without_a_seed_has_one_of_its_group() -> None:
+def test_task_without_a_seed_gets_a_seed_from_its_group() -> None:
     assert prompt(seed=0).task_seed == 0
     assert prompt().task_seed == prompt().task_seed == 1298499211
     assert prompt(group_id="h").task_seed != prompt().task_seed
 
 
 @pytest.mark.parametrize("name", ["openai/gsm8k/train/17", "user@host#3", "a+b=c,d~e", "~" * MAX_GROUP_ID_CHARACTERS])
-def test_groups_are_called_as_data_sets_call_their_tasks(name: str) -> None:
+def test_group_id_may_be_any_task_id_of_a_data_set(name: str) -> None:
     (request,) = (each for each in EXAMPLES if isinstance(each, TurnRequest))
     named = msgspec.structs.replace(request, group_id=name, trajectory_id=trajectory_id(name, 4095))
     assert msgspec.convert(msgspec.to_builtins(named), TurnRequest) == named

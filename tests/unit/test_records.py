@@ -1,4 +1,4 @@
-"""Raw messages: what they take on the wire."""
+"""Raw messages: their size on the wire."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ LENGTHS = st.sampled_from([0, 1, 63, 64, 65, 8191, 8192, 8193]) | st.integers(0,
 
 
 def varint(number: int) -> bytes:
-    """As Kafka writes a length: zigzag, seven bits a byte."""
+    """Encode a length as Kafka does: zigzag, seven bits a byte."""
     zigzag, found = number << 1, bytearray()
     while zigzag > 0x7F:
         found.append(zigzag & 0x7F | 0x80)
@@ -18,7 +18,7 @@ def varint(number: int) -> bytes:
 
 
 def written(raw: RawMessage) -> bytes:
-    """A record of a batch, under the largest number and time that there are."""
+    """Encode a record of a batch, with the largest number and timestamp."""
     assert raw.key is not None and raw.value is not None
     body = b"\0" + b"\xff" * 9 + b"\1" + varint(2**31 - 1)
     body += varint(len(raw.key)) + raw.key + varint(len(raw.value)) + raw.value + varint(len(raw.headers))
@@ -28,8 +28,6 @@ def written(raw: RawMessage) -> bytes:
 
 
 @given(LENGTHS, LENGTHS, st.lists(st.tuples(st.sampled_from(["a", "ü" * 40]), LENGTHS), max_size=30))
-def test_the_size_of_a_message_is_what_it_takes_on_the_wire(
-    key: int, value: int, headers: list[tuple[str, int]]
-) -> None:
+def test_message_size_equals_its_size_on_the_wire(key: int, value: int, headers: list[tuple[str, int]]) -> None:
     raw = RawMessage(bytes(key), bytes(value), tuple((name, bytes(length)) for name, length in headers))
     assert raw.size - RECORD_FRAMING_BYTES < len(written(raw)) <= raw.size

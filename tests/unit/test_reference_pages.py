@@ -1,4 +1,4 @@
-"""The generated pages of the documentation describe what the code has."""
+"""The generated pages of the documentation match the code."""
 
 import ast
 import dataclasses
@@ -39,7 +39,7 @@ def test_meanings_are_sorted_sentences() -> None:
         assert meaning.sentence.endswith(".") and meaning.action.endswith("."), meaning
 
 
-def test_a_meaning_that_nothing_logs_is_refused() -> None:
+def test_meaning_of_an_event_that_is_never_logged_is_refused() -> None:
     with pytest.raises(UnclearLogEvent, match="moon_fell"):
         log_events(MEANINGS | {"moon_fell": Meaning("The moon fell.")})
 
@@ -54,7 +54,7 @@ def test_a_meaning_that_nothing_logs_is_refused() -> None:
         ('log.info("turn_failed", Reason=1)', "snake_case"),
     ],
 )
-def test_an_unclear_log_call_is_refused(call: str, problem: str) -> None:
+def test_unclear_log_call_is_refused(call: str, problem: str) -> None:
     with pytest.raises(UnclearLogEvent, match=problem):
         list(events_in(call, "workers/trainer/loop.py", KNOWN))
 
@@ -85,7 +85,7 @@ def test_configuration_page_has_every_key_with_a_meaning() -> None:
     assert [row[0] for row in rows if not row[-1].rstrip("| ").endswith(".")] == []
 
 
-def test_bounds_are_those_that_the_sections_check() -> None:
+def test_documented_bounds_are_the_checked_bounds() -> None:
     assert bounds_of(ExecutorConfig)["heartbeat_seconds"] == "0.01 to 0.2"
     assert bounds_of(MemoryConfig) == {"headroom": "0 to 1", "quiet_seconds": "0.001 to 31622400"}
 

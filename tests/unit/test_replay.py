@@ -1,4 +1,4 @@
-"""A trajectory told from its records: every attempt, legs that add up, lives that are not mixed, and where it is."""
+"""Replay of a trajectory from its records: every attempt, stages that add up, separate episodes, and its location."""
 
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ def found(*records: Record) -> TrajectoryRecords:
 
 
 @given(st.lists(st.floats(0.001, 100), min_size=9, max_size=9), st.sets(st.integers(0, 8)))
-def test_the_legs_of_a_turn_add_up_to_the_turn(steps: list[float], passed: set[int]) -> None:
+def test_stages_of_a_turn_add_up_to_its_duration(steps: list[float], passed: set[int]) -> None:
     stations = [field.name for field in msgspec.structs.fields(TurnTimes)]
     moments = [1_795_304_978.0 + sum(steps[: number + 1]) for number in range(9)]
     times = TurnTimes(**{stations[number]: moments[number] for number in passed})
@@ -52,13 +52,13 @@ def test_the_legs_of_a_turn_add_up_to_the_turn(steps: list[float], passed: set[i
     assert len(legs) == max(0, len(passed) - 1)
 
 
-def test_the_wait_for_the_requests_own_transaction_is_a_leg() -> None:
+def test_wait_for_the_transaction_of_the_request_is_a_stage() -> None:
     times = TurnTimes(requested_at=10.0, committed_at=10.015, queued_at=10.02, dispatched_at=10.03, received_at=10.04)
     names = ["its transaction", "to the router", "wait for room", "to the inbox"]
     assert [leg.name for leg in latency_stages(times)] == names
 
 
-def test_a_turn_that_was_given_up_has_no_prefill_and_no_decode() -> None:
+def test_abandoned_turn_has_no_prefill_and_no_decode() -> None:
     failed = replace(
         RESULT,
         outcome=TurnOutcome.FAILED,
@@ -74,19 +74,19 @@ def test_a_turn_that_was_given_up_has_no_prefill_and_no_decode() -> None:
     assert "failed     by the router" in text
 
 
-def test_a_life_is_told_with_every_attempt_and_text() -> None:
+def test_replay_of_a_trajectory_shows_every_attempt_and_text() -> None:
     late = replace(RESULT, attempt=0, times=replace(RESULT.times, finished_at=9.0))
-    lives = fold_trajectory(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
-    [life] = lives.episodes
-    turn = life.turns[REQUEST.turn]
+    episodes = fold_trajectory(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
+    [trajectory_number] = episodes.episodes
+    turn = trajectory_number.turns[REQUEST.turn]
     assert turn.request == REQUEST
     assert turn.attempts[DISPATCH.attempt].dispatches == [DISPATCH]
     assert [each for _, attempt in sorted(turn.attempts.items()) for each in attempt.results] == [late, RESULT]
-    assert life.samples == [SAMPLE]
-    text = "\n".join(describe_trajectory(lives, lambda tokens: f"<{len(tokens)} tokens>"))
+    assert trajectory_number.samples == [SAMPLE]
+    text = "\n".join(describe_trajectory(episodes, lambda tokens: f"<{len(tokens)} tokens>"))
     for words in (NAME, "calculator", "executor-0", "because", "trained at step 5", "reward 1", "<2"):
         assert words in text
-    assert "<" not in "\n".join(describe_trajectory(lives))
+    assert "<" not in "\n".join(describe_trajectory(episodes))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_life_is_told_with_every_attempt_and_text() -> None:
         (Ending.UNKNOWN, "reward 1, solved, 1 turns"),
     ],
 )
-def test_how_a_trajectory_ended_is_told(ended: Ending, words: str) -> None:
+def test_replay_shows_the_end_of_a_trajectory(ended: Ending, words: str) -> None:
     sample = replace(SAMPLE, ended=ended)
     assert words in "\n".join(describe_trajectory(fold_trajectory(NAME, found(PROMPT, sample))))
     cut = words.partition("solved, ")[2].partition(", 1 turns")[0] if ended in TRUNCATED else ""
@@ -108,27 +108,31 @@ def test_how_a_trajectory_ended_is_told(ended: Ending, words: str) -> None:
     assert settled.endswith(f"at step 5{f' ({cut})' if cut else ''}")
 
 
-def test_a_prompt_alone_is_told_too() -> None:
+def test_replay_of_a_prompt_without_trajectories_is_shown() -> None:
     prompt = Prompt(group_id="g", group_size=1, environment="calculator", seed=0)
     text = "\n".join(describe_trajectory(fold_trajectory("g:0", found(prompt))))
     assert "no turn has been asked for yet" in text
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_two_lives_of_one_trajectory_are_not_mixed(first: int, second: int, order: object) -> None:
+def test_two_trajectories_of_one_id_are_not_mixed(first: int, second: int, order: object) -> None:
     requests: list[Record] = []
     rest: list[Record] = []
-    for life, turns in enumerate((first, second)):
+    for trajectory_number, turns in enumerate((first, second)):
         for turn in range(turns):
-            asked = replace(REQUEST, turn=turn, requested_at=100.0 * life + turn + 1)
-            times = TurnTimes(requested_at=asked.requested_at)
-            requests.append(asked)
-            rest.append(replace(DISPATCH, asked=msgspec.Raw(encode(asked)), attempt=0, worker=f"executor-{life}"))
-            rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{life}", times=times))
+            turn_request = replace(REQUEST, turn=turn, requested_at=100.0 * trajectory_number + turn + 1)
+            times = TurnTimes(requested_at=turn_request.requested_at)
+            requests.append(turn_request)
+            rest.append(
+                replace(
+                    DISPATCH, asked=msgspec.Raw(encode(turn_request)), attempt=0, worker=f"executor-{trajectory_number}"
+                )
+            )
+            rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{trajectory_number}", times=times))
     order.shuffle(rest)  # type: ignore[attr-defined]
-    lives = fold_trajectory(NAME, found(*requests, *rest)).episodes
-    assert [len(life.turns) for life in lives] == [first, second]
-    for number, told_life in enumerate(lives):
+    episodes = fold_trajectory(NAME, found(*requests, *rest)).episodes
+    assert [len(trajectory_number.turns) for trajectory_number in episodes] == [first, second]
+    for number, told_life in enumerate(episodes):
         for own in told_life.turns.values():
             assert [each.worker for each in own.attempts[0].dispatches] == [f"executor-{number}"]
             assert [each.worker for each in own.attempts[0].results] == [f"executor-{number}"]
@@ -167,11 +171,11 @@ def attempt(number: int, outcome: TurnOutcome, reason: str = "") -> TurnResult:
         ((), "its request is on the log no more"),
     ],
 )
-def test_a_trajectory_under_way_is_where_its_present_turn_is(records: tuple[Record, ...], words: str) -> None:
+def test_running_trajectory_is_located_by_its_current_turn(records: tuple[Record, ...], words: str) -> None:
     assert words in why_trajectory(group(live=frozenset([NAME])), facts(*records))
 
 
-def test_a_finished_trajectory_waits_for_its_group_or_the_trainer_or_has_ended() -> None:
+def test_finished_trajectory_waits_for_its_group_or_the_trainer_or_is_settled() -> None:
     waits = facts(SAMPLE, live=False)
     others = group(live=frozenset(["g-1:0", "g-1:2"]), sampled=frozenset([NAME]))
     assert "waits for its group: 2 of 4 are under way (g-1:0, g-1:2)" in why_trajectory(others, waits)
@@ -200,13 +204,13 @@ HERE = PromptAt(place="rose.prompts.submitted.v1/3/17", home=3, at_home=True, be
         ((), "is not on the log"),
     ],
 )
-def test_a_group_that_is_not_opened_says_what_its_prompt_waits_for(prompts: tuple[PromptAt, ...], words: str) -> None:
+def test_unopened_group_names_the_reason_of_the_wait(prompts: tuple[PromptAt, ...], words: str) -> None:
     unopened = group(None, prompts=prompts, open_at_home=5)
     assert words in why_group(unopened)
     assert words in why_trajectory(unopened, facts(live=False))
 
 
-def test_an_open_group_is_told_by_its_trajectories() -> None:
+def test_open_group_is_described_by_its_trajectories() -> None:
     told_of = group(
         live=frozenset([NAME]),
         sampled=frozenset(["g-1:0", "g-1:1"]),
@@ -218,7 +222,7 @@ def test_an_open_group_is_told_by_its_trajectories() -> None:
     assert why_group(group(GroupState.SETTLED, settled=(OUTCOME,))) == "is settled: 1 trained"
 
 
-def test_a_result_of_half_a_token_and_a_sample_without_reward_or_reason_are_told_all_the_same() -> None:
+def test_inconsistent_result_and_sample_are_still_shown() -> None:
     halved = replace(RESULT, tokens=RESULT.tokens[:-1], logprobs=b"\xff" * 5)
     text = "\n".join(
         describe_trajectory(fold_trajectory(NAME, found(PROMPT, REQUEST, halved, replace(SAMPLE, reward=None))), repr)
@@ -231,11 +235,11 @@ def test_a_result_of_half_a_token_and_a_sample_without_reward_or_reason_are_told
 
 
 @pytest.mark.parametrize("stamp", [float("nan"), float("inf"), -1e300, 2.0**62, -1.0])
-def test_a_moment_that_no_calendar_has_is_told_as_a_number(stamp: float) -> None:
+def test_timestamp_outside_the_calendar_is_shown_as_a_number(stamp: float) -> None:
     assert "UTC" in moment(stamp) or moment(stamp).endswith("s after 1970")
 
 
-def test_a_name_that_is_no_utf8_is_none_that_the_log_knows() -> None:
-    """Bytes of a command line that are none come as halves of surrogate pairs. No broker is asked."""
+def test_non_utf8_name_is_not_found() -> None:
+    """Invalid bytes of a command line arrive as lone surrogates. No broker is queried."""
     with pytest.raises(UnknownTrajectory):
         find_group(BusSettings("127.0.0.1:9"), "g\udce9")

@@ -1,4 +1,4 @@
-"""The report: figures that follow from the records, and a page that needs nothing but itself."""
+"""The report: figures that follow from the records, and a self-contained page."""
 
 import re
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ START = 1_700_000_000.0
 
 
 def turn(number: int, *, start: int, end: int, cached: int, at: float, worker: str = "executor-0") -> SampleTurn:
-    """A turn of 13 ms: 1 to the router, 5 for room, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
+    """Return a turn of 13 ms: 1 to the router, 5 for room, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
     stations = [at + ms / 1000 for ms in (0, 0, 1, 6, 7, 8, 10, 12, 13)]
     names = TurnTimes.__struct_fields__
     return SampleTurn(
@@ -153,11 +153,11 @@ def summary_of(history: RunHistory) -> Summary:
     )
 
 
-def test_the_history_is_the_same_whatever_the_order_of_topics() -> None:
+def test_run_history_does_not_depend_on_the_order_of_topics() -> None:
     assert fold_history(RECORDS) == fold_history(RECORDS[5:] + RECORDS[:5])
 
 
-def test_the_summary_holds_what_the_records_say() -> None:
+def test_summary_matches_the_records() -> None:
     summary = summary_of(fold_history(RECORDS))
     assert summary.trajectories == {
         "requested": 2,
@@ -169,7 +169,7 @@ def test_the_summary_holds_what_the_records_say() -> None:
         "in_flight": 0,
     }
     assert (summary.lost, summary.doubled, summary.turns, summary.sampled_tokens) == (0, 0, 4, 14)
-    # What the second turn of SECOND found in the cache was computed by another trajectory: the version had changed.
+    # Another trajectory computed what the second turn of SECOND found in the cache: the version had changed.
     cache = summary.prefix_cache
     assert (cache.hit_tokens, cache.reusable_tokens, cache.cached_tokens, cache.context_tokens) == (12, 14, 36, 56)
     assert summary.bus_seconds.p50 == pytest.approx(0.003, abs=1e-6)
@@ -193,7 +193,7 @@ def test_summary_json_has_the_agreed_fields() -> None:
     assert plain["seconds"] == 12.5
 
 
-def test_the_page_loads_nothing_and_escapes_what_it_is_given() -> None:
+def test_report_page_loads_no_resource_and_escapes_its_input() -> None:
     history = fold_history(RECORDS)
     page = report_html(summary_of(history), history, configuration='[run]\nname = "<script>alert(1)</script>"\n')
     assert "<script>alert(1)" not in page
@@ -204,7 +204,7 @@ def test_the_page_loads_nothing_and_escapes_what_it_is_given() -> None:
     assert "none was lost and none counted twice" in page
 
 
-def test_of_many_workers_the_pictures_tell_some_apart_and_count_the_others() -> None:
+def test_charts_of_many_workers_show_some_and_sum_the_others() -> None:
     many = charts.SHOWN_WORKERS + 5
     samples = [
         sample(
@@ -226,13 +226,13 @@ def test_of_many_workers_the_pictures_tell_some_apart_and_count_the_others() -> 
     assert "the 8 busiest of 13 workers" in lanes.layout.legend.title.text
 
 
-def test_a_run_without_turns_still_has_a_report() -> None:
+def test_run_without_turns_has_a_report() -> None:
     history = fold_history([])
     page = report_html(summary_of(history), history, configuration="")
     assert "Plotly.newPlot" not in page.split("</script>", 1)[1]
 
 
-def test_where_no_environment_speaks_of_success_none_is_shown() -> None:
+def test_success_is_omitted_if_no_environment_reports_it() -> None:
     records = [msgspec.structs.replace(each, success=None) if isinstance(each, Sample) else each for each in RECORDS]
     history = fold_history(records)
     assert charts.learning_curve(history, Success()) is None

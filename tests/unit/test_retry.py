@@ -1,4 +1,4 @@
-"""When a failed operation is tried again: growing waits, and errors of the broker that waiting does not remove."""
+"""Retries of a failed operation: growing waits, and broker errors that waiting does not remove."""
 
 import pytest
 from confluent_kafka import KafkaError
@@ -12,12 +12,12 @@ FIRST, LONGEST, RESET = 0.5, 6.0, 20.0
 
 
 @given(st.lists(st.floats(0.0, 3 * RESET), max_size=40))
-def test_waits_double_up_to_the_longest_and_start_anew_after_a_long_time_without_failure(calm: list[float]) -> None:
-    """`calm`: how long each try works before it fails."""
+def test_backoff_doubles_to_its_maximum_and_resets_after_a_long_success(calm: list[float]) -> None:
+    """`calm` is the time that each attempt works before it fails."""
     backoff, now, before = Backoff(FIRST, LONGEST, reset_seconds=RESET), 0.0, 0.0
     for seconds in calm:
         now = max(now, backoff.until) + seconds
-        was_calm = now - backoff.until >= RESET  # not `seconds`: a sum of times is rounded
+        was_calm = now - backoff.until >= RESET  # not `seconds`, because a sum of times is rounded
         wait = backoff.failed(now)
         assert wait == (FIRST if not before or was_calm else min(2 * before, LONGEST))
         assert (backoff.failures == 1) == (not before or was_calm)
@@ -25,7 +25,7 @@ def test_waits_double_up_to_the_longest_and_start_anew_after_a_long_time_without
         before = wait
 
 
-def test_waits_start_anew_after_a_success() -> None:
+def test_backoff_resets_after_a_success() -> None:
     backoff = Backoff(FIRST, LONGEST, reset_seconds=RESET)
     assert [backoff.failed(0.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, 6.0]
     backoff.succeeded()
@@ -45,27 +45,27 @@ def test_waits_start_anew_after_a_success() -> None:
         (KafkaError.MSG_SIZE_TOO_LARGE, False),
     ],
 )
-def test_an_error_is_transient_if_it_ends_without_a_person(code: int, transient: bool) -> None:
+def test_error_is_transient_if_it_ends_without_a_person(code: int, transient: bool) -> None:
     assert is_transient(KafkaError(code)) is transient
     if transient:
         assert not BusError("reading", KafkaError(code)).is_permanent
 
 
-def test_an_error_that_librdkafka_marks_as_retriable_is_transient() -> None:
+def test_error_that_librdkafka_marks_as_retriable_is_transient() -> None:
     assert is_transient(KafkaError(KafkaError.CONCURRENT_TRANSACTIONS, "wait", retriable=True))
 
 
 @pytest.mark.parametrize(
     "code", [KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError._AUTHENTICATION, KafkaError.FENCED_INSTANCE_ID]
 )
-def test_a_loop_ends_at_an_error_that_only_a_person_can_remove(code: int) -> None:
+def test_loop_ends_at_an_error_that_only_a_person_can_remove(code: int) -> None:
     policy = RetryPolicy(1.0, 1.0)
     policy.on_success()
     with pytest.raises(BusError):
         policy.on_error(BusError("reading", KafkaError(code)), 0.0)
 
 
-def test_a_loop_waits_for_a_missing_topic_only_if_it_has_worked_before_and_for_a_bounded_time() -> None:
+def test_loop_waits_for_a_missing_topic_only_if_it_has_worked_before_and_for_a_bounded_time() -> None:
     policy = RetryPolicy(1.0, 1.0)
     with pytest.raises(TopicMissing):
         policy.on_error(TopicMissing("t"), 0.0)

@@ -1,4 +1,4 @@
-"""The index: how much of a fleet a choice looks at, and what is kept of executors that were."""
+"""The index: the number of executors that a search visits, and the state kept of former executors."""
 
 import gc
 import sys
@@ -16,8 +16,8 @@ from rose.schemas.heartbeats import Hardware
 from tests.support.routing_fixtures import heartbeat
 
 
-def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() -> None:
-    placement, random, before = Placement(), Random(0), seats_alive()
+def test_index_keeps_nothing_of_executors_that_leave_between_searches() -> None:
+    placement, random, before = Placement(), Random(0), live_candidates()
     for number, speed in ((0, 1e4), (500, 2e4)):
         near = Hardware(prefill_tokens_per_second=100 * speed, decode_tokens_per_second=speed)
         placement.offer(heartbeat(number, hardware=near), is_open=True, lag_versions=0)
@@ -33,11 +33,11 @@ def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() ->
         for _ in range(placement.candidates[beat.worker].held_turns):
             placement.release(beat.worker, 1, 1.0)
         placement.remove(beat.worker)
-    assert seats_alive() - before <= 2 * MIN_HEAP_ENTRIES, "of 500"
+    assert live_candidates() - before <= 2 * MIN_HEAP_ENTRIES, "of 500"
 
 
-def test_who_has_room_again_is_found_again() -> None:
-    """A search that has looked at all of a group knows how much room there is at most; until there is more."""
+def test_executor_with_room_again_is_found_again() -> None:
+    """A search of a whole group records its largest room, until there is more room."""
     placement, ask = Placement(), PlacementQuery(1950, 5.0, 2000, "group-0")
     slow = Hardware(prefill_tokens_per_second=500.0, decode_tokens_per_second=50.0)
 
@@ -61,11 +61,11 @@ def test_who_has_room_again_is_found_again() -> None:
     assert chosen() == "w0"
 
 
-def test_equals_whose_room_has_shrunk_beyond_their_group_are_still_equals() -> None:
-    """By what they say, and by what they hold."""
-    said, held, fresh = Placement(), Placement(), Placement()
+def test_equal_executors_stay_equal_when_their_room_shrinks() -> None:
+    """The room shrinks by heartbeats, and by held turns."""
+    crowded, held, fresh = Placement(), Placement(), Placement()
     for worker in range(4):
-        for placement, before, after in ((said, 2_048, 2_000), (held, 4_000, 4_000), (fresh, 2_000, 2_000)):
+        for placement, before, after in ((crowded, 2_048, 2_000), (held, 4_000, 4_000), (fresh, 2_000, 2_000)):
             for budget in (before, after):
                 beat = heartbeat(worker, max_turns=64, token_budget=budget)
                 placement.offer(beat, is_open=True, lag_versions=0)
@@ -73,12 +73,12 @@ def test_equals_whose_room_has_shrunk_beyond_their_group_are_still_equals() -> N
             held.reserve(f"w{worker}", tokens, 1.0)
     for number in range(50):
         ask = PlacementQuery(100, 5.0, 150, f"group-{number}")
-        chosen = [placement.choose(ask, 1.0) for placement in (said, held, fresh)]
+        chosen = [placement.choose(ask, 1.0) for placement in (crowded, held, fresh)]
         assert len({choice.worker for choice in chosen if choice is not None}) == 1 and all(chosen)
 
 
-def test_a_group_holds_no_more_than_it_may_of_what_means_nothing() -> None:
-    """Also where a seat time and again becomes idle beside another, and then leaves the group."""
+def test_candidate_group_bounds_its_stale_entries() -> None:
+    """This also holds if a candidate becomes idle repeatedly beside another, and then leaves the group."""
     placement, now = Placement(), 100.0
     even = Hardware(prefill_tokens_per_second=1_000.0, decode_tokens_per_second=100.0)
     for worker in range(3):
@@ -93,7 +93,7 @@ def test_a_group_holds_no_more_than_it_may_of_what_means_nothing() -> None:
         now += 10.0
         placement.choose(PlacementQuery(10, 1.0, 20, "short"), now)
         placement.release("w1", ask.room_tokens, ask.new_tokens)
-    groups = {seat.group for seat in placement.candidates.values()}
+    groups = {candidate.group for candidate in placement.candidates.values()}
     assert max(len(heap) for group in groups if group for heap in (group.idle, group.busy)) <= MIN_HEAP_ENTRIES
 
 
@@ -103,16 +103,14 @@ def test_a_group_holds_no_more_than_it_may_of_what_means_nothing() -> None:
     [(0.0, (20, 20)), (0.0, (1_000, 2_000)), (0.9, (1_000, 2_000)), (1.0, (1_000, 2_000))],
     ids=["idle, turns of one length", "idle, of many", "nearly full, of many", "as full as can be, of many"],
 )
-def test_sixteen_times_the_executors_take_a_few_times_the_steps_of_a_choice(
-    fill: float, context: tuple[int, int]
-) -> None:
-    """Also where most executors are nearly too full, or many cost the same."""
+def test_search_steps_grow_much_slower_than_the_number_of_executors(fill: float, context: tuple[int, int]) -> None:
+    """This also holds if most executors are nearly full, or many have equal costs."""
     small, large = (steps_of_a_choice(workers, fill, context) for workers in (100, 1_600))
     assert large < 4 * small
 
 
 def steps_of_a_choice(workers: int, fill: float, context: tuple[int, int]) -> float:
-    """Lines of code that run for a choice, on average, in a fleet which holds so much of what it can."""
+    """Return the number of executed lines per search, on average, in a fleet at this load."""
     random, placement, held, now = Random(1), Placement(), [], 1.0
 
     def ask(number: int) -> PlacementQuery:
@@ -121,11 +119,11 @@ def steps_of_a_choice(workers: int, fill: float, context: tuple[int, int]) -> fl
         return PlacementQuery(tokens, random.uniform(5, 50), tokens + 50, f"group-{number // 8}", holders)
 
     def take(number: int) -> None:
-        wanted = ask(number)
-        choice = placement.choose(wanted, now)
+        query = ask(number)
+        choice = placement.choose(query, now)
         if choice is not None:
-            placement.charge(choice, wanted, now)
-            held.append((choice.worker, wanted.room_tokens, wanted.new_tokens))
+            placement.charge(choice, query, now)
+            held.append((choice.worker, query.room_tokens, query.new_tokens))
 
     for worker in range(workers):
         beat = heartbeat(worker, max_turns=64, token_budget=random.randint(8_000, 12_000), hardware=hardware(random))
@@ -144,7 +142,7 @@ def steps_of_a_choice(workers: int, fill: float, context: tuple[int, int]) -> fl
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """What it gives holds the number of lines of Python that have run within it."""
+    """Yield a counter of executed Python lines."""
     lines = [0]
 
     def trace(_: FrameType, event: str, __: object) -> Any:
@@ -159,13 +157,13 @@ def counting() -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-def seats_alive() -> int:
-    """Anywhere in this process."""
+def live_candidates() -> int:
+    """Return the number of candidates in this process."""
     gc.collect()
     return sum(isinstance(each, Candidate) for each in gc.get_objects())
 
 
 def hardware(random: Random) -> Hardware:
-    """One of four kinds, as it measures itself."""
+    """Return one of four hardware measurements."""
     speed = random.randint(1, 4) * random.uniform(0.95, 1.05)
     return Hardware(prefill_tokens_per_second=1000.0 * speed, decode_tokens_per_second=100.0 * speed)

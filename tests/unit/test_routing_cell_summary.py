@@ -1,4 +1,4 @@
-"""A cell in short says what its core knows, and is a record whatever that is."""
+"""The summary of a cell has the state of its core, and is always a valid record."""
 
 import msgspec
 import pytest
@@ -24,24 +24,24 @@ def summary(router: Router, now: float = 0.0) -> CellSummary:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(STEPS, max_size=60))
-def test_whatever_happens_it_counts_what_the_core_counts(steps: list[tuple[object, ...]]) -> None:
-    world = RoutingSimulation()
+def test_cell_summary_equals_the_router_counts_in_any_history(steps: list[tuple[object, ...]]) -> None:
+    simulation = RoutingSimulation()
     for what in steps:
-        step(world, *what)  # type: ignore[arg-type]
-        found = summary(world.router, world.now)
-        waiting, outstanding = world.router.queue.waiting_for_room, world.router.outstanding
-        told = (waiting, outstanding) if found.executors else (waiting + outstanding, 0)
-        assert (found.waiting_turns, found.outstanding_turns) == told
+        step(simulation, *what)  # type: ignore[arg-type]
+        found = summary(simulation.router, simulation.now)
+        waiting, outstanding = simulation.router.queue.waiting_for_room, simulation.router.outstanding
+        counts_of_turns = (waiting, outstanding) if found.executors else (waiting + outstanding, 0)
+        assert (found.waiting_turns, found.outstanding_turns) == counts_of_turns
         assert (found.wanted_tokens > 0) == (found.waiting_turns > 0)
         assert all(line.free_turns == 0 == line.free_tokens for line in found.executors if not line.open)
 
 
-def test_an_executor_is_told_with_what_it_holds_and_how_long_that_takes_it() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=2, token_budget=100)
-    world.ask(request("g0:0", context=20, max_tokens=10))
-    world.ask(request("g1:0", context=20, max_tokens=100))
-    found = summary(world.router, world.now)
+def test_executor_line_has_held_turns_and_load_seconds() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=2, token_budget=100)
+    simulation.ask(request("g0:0", context=20, max_tokens=10))
+    simulation.ask(request("g1:0", context=20, max_tokens=100))
+    found = summary(simulation.router, simulation.now)
     (line,) = found.executors
     assert (line.worker, line.open, line.serving, line.by_grant) == ("w0", True, False, False)
     assert (line.held_turns, line.held_tokens, line.free_turns, line.free_tokens) == (1, 30, 1, 70)
@@ -51,18 +51,18 @@ def test_an_executor_is_told_with_what_it_holds_and_how_long_that_takes_it() -> 
     assert found.waiting_seconds == pytest.approx(20 / 1000 + 100 / (100 * 2))
 
 
-def test_of_executors_that_all_fell_silent_nothing_is_expected_any_more() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
+def test_silent_executors_have_no_expected_work() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
     for index in range(2):
-        world.ask(request(f"g{index}:0", context=20, max_tokens=10))
-    silent = summary(world.router, world.now + SILENT_SECONDS)
+        simulation.ask(request(f"g{index}:0", context=20, max_tokens=10))
+    silent = summary(simulation.router, simulation.now + SILENT_SECONDS)
     assert (silent.executors, silent.waiting_turns, silent.outstanding_turns) == ((), 2, 0)
     assert (silent.wanted_tokens, silent.prefill_tokens) == (60, 40)
-    assert world.router.outstanding == 2, "what they hold is theirs until somebody is heard"
+    assert simulation.router.outstanding == 2, "what they hold is theirs until somebody is heard"
 
 
-def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:
+def test_lender_line_has_its_users_and_a_gone_executor_has_no_line() -> None:
     router = Router()
     lender = msgspec.structs.replace(
         heartbeat(1, state=ExecutorState.PAUSED),
@@ -80,7 +80,7 @@ def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:
     assert (line.serving_running, line.serving_waiting) == (3, 1)
 
 
-def test_of_many_the_oldest_stand_for_all_and_lenders_come_first() -> None:
+def test_long_summary_keeps_lenders_and_then_the_oldest_executors() -> None:
     router = Router()
     for number in range(MAX_EXECUTORS + 5):
         beat = heartbeat(number, hardware=Hardware(prefill_tokens_per_second=1e3, decode_tokens_per_second=1e-3))

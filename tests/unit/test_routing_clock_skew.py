@@ -1,4 +1,4 @@
-"""A wrong clock is told, and a late heartbeat is not taken for one."""
+"""A wrong clock is logged, and a late heartbeat is not taken for a wrong clock."""
 
 from itertools import pairwise
 
@@ -18,23 +18,23 @@ from rose.pipeline.routing.liveness import (
     ahead=st.floats(-1e6, 1e6).filter(lambda ahead: abs(abs(ahead) - MAX_SKEW_SECONDS) > 0.1),
     delays=st.lists(st.floats(0.0, 60.0), min_size=1, max_size=20),
 )
-def test_the_least_difference_of_a_window_is_the_skew(ahead: float, delays: list[float]) -> None:
+def test_clock_skew_is_the_minimum_difference_of_a_window(ahead: float, delays: list[float]) -> None:
     skews, now = ClockSkews(), 1000.0
     for number, delay in enumerate([*delays, 0.0]):
         assert skews.on_heartbeat("w0", now + ahead - delay, now + number / 100) is None
-    told = skews.on_heartbeat("w0", now + ahead, now + SKEW_WINDOW_SECONDS)
+    skew = skews.on_heartbeat("w0", now + ahead, now + SKEW_WINDOW_SECONDS)
     assert abs(skews.seconds["w0"] + ahead) < 0.3
-    assert (told is not None) == (abs(ahead) > MAX_SKEW_SECONDS) or abs(abs(ahead) - MAX_SKEW_SECONDS) < 0.3
+    assert (skew is not None) == (abs(ahead) > MAX_SKEW_SECONDS) or abs(abs(ahead) - MAX_SKEW_SECONDS) < 0.3
 
 
-def test_a_wrong_clock_is_told_once_a_minute() -> None:
+def test_wrong_clock_is_logged_once_a_minute() -> None:
     skews = ClockSkews()
-    told = [now for now in range(600) if skews.on_heartbeat("w0", now + 100.0, float(now)) is not None]
-    assert told[0] <= SKEW_WINDOW_SECONDS and len(told) <= 600 / SKEW_WARNING_SECONDS
-    assert all(later - earlier >= SKEW_WARNING_SECONDS for earlier, later in pairwise(told))
+    skew = [now for now in range(600) if skews.on_heartbeat("w0", now + 100.0, float(now)) is not None]
+    assert skew[0] <= SKEW_WINDOW_SECONDS and len(skew) <= 600 / SKEW_WARNING_SECONDS
+    assert all(later - earlier >= SKEW_WARNING_SECONDS for earlier, later in pairwise(skew))
 
 
-def test_who_has_gone_is_told_of_no_more_and_takes_no_room() -> None:
+def test_gone_executor_is_no_longer_logged_and_keeps_no_state() -> None:
     skews = ClockSkews()
     for now in range(2 * int(SKEW_FORGET_SECONDS + SKEW_WINDOW_SECONDS)):
         skews.on_heartbeat("stays", float(now), float(now))

@@ -1,4 +1,4 @@
-"""Laws of liveness."""
+"""Invariants of liveness."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: list[tuple[str, int, int]]) -> None:
+def test_executor_is_live_only_with_proof_and_held_turns_return_once(events: list[tuple[str, int, int]]) -> None:
     liveness = Liveness(max_lag_versions=1)
     now, heard_at, other_at = 0.0, 0.0, 0.0
     held: list[bytes] = []
@@ -100,7 +100,7 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
     st.lists(st.tuples(st.floats(0, 100), st.sets(st.integers(0, 3))), max_size=40),
     st.permutations(range(4)),
 )
-def test_a_gap_takes_from_nobody_more_than_hearing_seconds(
+def test_liveness_gap_costs_no_executor_more_than_the_hearing_seconds(
     gaps: list[tuple[float, set[int]]], order: list[int]
 ) -> None:
     liveness = Liveness(max_lag_versions=0)
@@ -108,24 +108,26 @@ def test_a_gap_takes_from_nobody_more_than_hearing_seconds(
     for worker in range(4):
         liveness.on_heartbeat(heartbeat(worker), now)
     missed = dict.fromkeys(range(4), 0.0)
-    for gap, heard in gaps:
+    for gap, heard_workers in gaps:
         now += gap
         for worker in order:
-            if worker in heard:
+            if worker in heard_workers:
                 liveness.on_heartbeat(heartbeat(worker), now)
         for worker in range(4):
             missed[worker] = (
-                0.0 if worker in heard else missed[worker] + (min(gap, MAX_CLOCK_STEP_SECONDS) if heard else 0.0)
+                0.0
+                if worker in heard_workers
+                else missed[worker] + (min(gap, MAX_CLOCK_STEP_SECONDS) if heard_workers else 0.0)
             )
         gone = {each.worker for each in liveness.expire()}
         for worker in range(4):
             if f"w{worker}" in gone:
                 assert missed[worker] >= TTL_SECONDS - 1e-9 - MAX_CLOCK_STEP_SECONDS * len(gaps), (worker, missed)
-        if not heard:
+        if not heard_workers:
             assert not gone, "nobody was heard: nobody is GONE"
 
 
-def test_an_executor_is_live_until_another_is_heard_after_its_ttl_and_then_gone() -> None:
+def test_executor_is_live_until_another_is_heard_after_its_ttl() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0), 10.0)
     assert liveness.expire() == []
@@ -139,7 +141,7 @@ def test_an_executor_is_live_until_another_is_heard_after_its_ttl_and_then_gone(
     assert liveness.executors["w0"].status is ExecutorStatus.STALE
 
 
-def test_the_first_of_a_batch_after_a_common_silence_does_not_convict_the_others() -> None:
+def test_first_heartbeat_after_a_common_silence_does_not_expire_the_others() -> None:
     liveness = Liveness(max_lag_versions=0)
     for worker in range(3):
         liveness.on_heartbeat(heartbeat(worker), 0.0)
@@ -149,7 +151,7 @@ def test_the_first_of_a_batch_after_a_common_silence_does_not_convict_the_others
     assert all(each.status is ExecutorStatus.LIVE for each in liveness.executors.values())
 
 
-def test_an_older_start_is_ignored_until_the_newer_is_gone() -> None:
+def test_older_incarnation_is_ignored_until_the_newer_is_gone() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0, incarnation=5), 0.0)
     liveness.on_heartbeat(heartbeat(0, incarnation=4), 1.0)
@@ -161,7 +163,7 @@ def test_an_older_start_is_ignored_until_the_newer_is_gone() -> None:
     assert liveness.executors["w0"].incarnation == 4
 
 
-def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
+def test_later_heard_start_in_another_inbox_is_the_newer_incarnation() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0, incarnation=500), 0.0)
     replaced, _ = liveness.on_heartbeat(heartbeat(0, incarnation=3, slot=7), 0.1)
@@ -169,7 +171,7 @@ def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
     assert liveness.executors["w0"].incarnation == 3
 
 
-def test_two_that_run_under_one_name_in_two_inboxes_take_nothing_from_each_other_time_and_again() -> None:
+def test_duplicate_names_in_two_inboxes_do_not_take_turns_repeatedly() -> None:
     liveness = Liveness(max_lag_versions=0)
     taken = [
         liveness.on_heartbeat(heartbeat(0, incarnation=incarnation, slot=slot), tenth / 10).replaced
@@ -187,7 +189,7 @@ def test_two_that_run_under_one_name_in_two_inboxes_take_nothing_from_each_other
     assert liveness.executors["w0"].incarnation == 4, "one more start is a start"
 
 
-def test_who_was_gone_for_long_is_forgotten() -> None:
+def test_long_gone_executor_is_forgotten() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0), 0.0)
     for second in range(int(2 * (FORGET_SECONDS + TTL_SECONDS)) + 2):
@@ -196,100 +198,100 @@ def test_who_was_gone_for_long_is_forgotten() -> None:
     assert liveness.forget_gone() == ["w0"] and set(liveness.executors) == {"w1"}
 
 
-def test_who_stops_is_gone_at_once() -> None:
+def test_stopping_executor_is_gone_at_once() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.on_heartbeat(heartbeat(0), 0.0)
     liveness.on_heartbeat(heartbeat(0, state=ExecutorState.STOPPING), 0.1)
     assert liveness.executors["w0"].status is ExecutorStatus.GONE and liveness.current_version == -1
 
 
-def test_an_executor_too_far_behind_is_stale_until_it_has_caught_up() -> None:
+def test_executor_too_far_behind_is_stale_until_caught_up() -> None:
     liveness = Liveness(max_lag_versions=1)
     liveness.on_heartbeat(heartbeat(0), 0.0)
-    standings = []
+    statuses = []
     for version in (1, 2):
         liveness.on_heartbeat(heartbeat(1, policy_version=version), 0.0)
-        standings.append(liveness.executors["w0"].status)
+        statuses.append(liveness.executors["w0"].status)
     for shown in (1, 2):
         liveness.on_heartbeat(heartbeat(0, policy_version=shown), 0.1)
-        standings.append(liveness.executors["w0"].status)
-    # One behind keeps a LIVE one, it makes none.
-    assert standings == [ExecutorStatus.LIVE, ExecutorStatus.STALE, ExecutorStatus.STALE, ExecutorStatus.LIVE]
+        statuses.append(liveness.executors["w0"].status)
+    # A lag of one version keeps an executor LIVE and does not make one LIVE.
+    assert statuses == [ExecutorStatus.LIVE, ExecutorStatus.STALE, ExecutorStatus.STALE, ExecutorStatus.LIVE]
 
 
-def test_a_turn_that_ended_elsewhere_fills_room_where_it_was_sent_before_that_is_listed() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
-    (first,) = world.sent.values()
-    world.beat(1, max_turns=1)
-    world.beat(0, restart=True, max_turns=0)
-    assert world.held["g0:0"].worker == "w1"
-    world.complete(first)  # by the start that is gone
-    world.ask(request("g1:0"))
-    world.beat_unread(1)
-    assert len(world.router.queue) == 1, "w1 has yet to read that it was sent the turn"
-    world.beat(1, max_turns=1)
-    assert len(world.router.queue) == 1
-    world.executors["w1"].held.clear()
-    world.beat(1, max_turns=1)
-    assert world.held["g1:0"].worker == "w1"
+def test_turn_completed_elsewhere_fills_room_of_an_unlisted_dispatch() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
+    (first,) = simulation.sent.values()
+    simulation.beat(1, max_turns=1)
+    simulation.beat(0, restart=True, max_turns=0)
+    assert simulation.held["g0:0"].worker == "w1"
+    simulation.complete(first)  # by the ended incarnation
+    simulation.ask(request("g1:0"))
+    simulation.beat_unread(1)
+    assert len(simulation.router.queue) == 1, "w1 has yet to read that it was sent the turn"
+    simulation.beat(1, max_turns=1)
+    assert len(simulation.router.queue) == 1
+    simulation.executors["w1"].held.clear()
+    simulation.beat(1, max_turns=1)
+    assert simulation.held["g1:0"].worker == "w1"
 
 
-def beats_until(world: RoutingSimulation, met: Callable[[], bool], *, worker: int = 0) -> float:
-    """It beats five times a second until it is so; the seconds that takes."""
-    began = world.now
+def beats_until(simulation: RoutingSimulation, met: Callable[[], bool], *, worker: int = 0) -> float:
+    """Send heartbeats five times a second until the condition holds; return the seconds."""
+    began = simulation.now
     while not met():
-        world.now += 0.2
-        world.beat(worker, max_turns=1)
-        assert world.now < began + 3 * LISTING_SECONDS
-    return world.now - began
+        simulation.now += 0.2
+        simulation.beat(worker, max_turns=1)
+        assert simulation.now < began + 3 * LISTING_SECONDS
+    return simulation.now - began
 
 
 def with_a_lost_one() -> RoutingSimulation:
-    """Another turn of the trajectory waits for the room of one that never came to w0, the only executor."""
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
-    world.executors["w0"].held.clear()
-    world.ask(request("g0:0", 1))
-    return world
+    """Return a simulation in which a turn waits for the room of a dispatch that never reached w0, the only executor."""
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
+    simulation.executors["w0"].held.clear()
+    simulation.ask(request("g0:0", 1))
+    return simulation
 
 
-def test_what_an_executor_never_lists_fills_its_room_for_a_lease() -> None:
-    world = with_a_lost_one()
-    assert LISTING_SECONDS <= beats_until(world, lambda: bool(world.held)) <= LISTING_SECONDS + 0.2
-    assert world.held["g0:0"].request.turn == 1
+def test_never_listed_turn_fills_room_for_the_listing_time() -> None:
+    simulation = with_a_lost_one()
+    assert LISTING_SECONDS <= beats_until(simulation, lambda: bool(simulation.held)) <= LISTING_SECONDS + 0.2
+    assert simulation.held["g0:0"].request.turn == 1
 
 
-def test_it_goes_too_where_the_executor_falls_silent_time_and_again() -> None:
-    world = with_a_lost_one()
+def test_never_listed_turn_expires_also_on_an_intermittent_executor() -> None:
+    simulation = with_a_lost_one()
     for _ in range(int(LISTING_SECONDS / MAX_CLOCK_STEP_SECONDS)):
         for _ in range(12):
-            world.now += 0.2
-            world.beat(1, max_turns=0)
-            world.feed(None)
-        world.beat(0, max_turns=1)
-    assert world.held["g0:0"].request.turn == 1
+            simulation.now += 0.2
+            simulation.beat(1, max_turns=0)
+            simulation.feed(None)
+        simulation.beat(0, max_turns=1)
+    assert simulation.held["g0:0"].request.turn == 1
 
 
-def test_one_that_was_silent_may_still_read_what_was_sent_to_it_before() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
+def test_unlisted_dispatch_of_a_silent_executor_keeps_filling_its_room() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
     for _ in range(40):
-        world.now += 0.2
-        world.beat(1, max_turns=0)
-        world.feed(None)
-    assert not world.held and world.router.liveness.executors["w0"].status is ExecutorStatus.GONE
-    world.beat(1, max_turns=1)
-    assert world.held["g0:0"].worker == "w1"
-    world.ask(request("g1:0"))
-    world.beat_unread(0)
-    assert [turn.trajectory_id for turn in world.router.queue.turns.values()] == ["g1:0"]
+        simulation.now += 0.2
+        simulation.beat(1, max_turns=0)
+        simulation.feed(None)
+    assert not simulation.held and simulation.router.liveness.executors["w0"].status is ExecutorStatus.GONE
+    simulation.beat(1, max_turns=1)
+    assert simulation.held["g0:0"].worker == "w1"
+    simulation.ask(request("g1:0"))
+    simulation.beat_unread(0)
+    assert [turn.trajectory_id for turn in simulation.router.queue.turns.values()] == ["g1:0"]
 
 
-def test_so_may_one_whose_router_was_replaced() -> None:
+def test_unlisted_dispatch_keeps_filling_room_after_a_router_replacement() -> None:
     old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [old, new], [], lambda: 0.0)
@@ -299,7 +301,7 @@ def test_so_may_one_whose_router_was_replaced() -> None:
     assert restored.on_event(heartbeat(0, max_turns=1), 0.3), "it has ended it"
 
 
-def test_what_ran_when_its_router_was_replaced_fills_room_though_the_trajectory_has_gone_on() -> None:
+def test_turn_running_over_a_router_replacement_fills_room_until_unlisted() -> None:
     over = dispatched(request("g0:0"), 0)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0", turn)) for turn in (0, 1)], [over], [], lambda: 0.0)
@@ -308,23 +310,23 @@ def test_what_ran_when_its_router_was_replaced_fills_room_though_the_trajectory_
     assert isinstance(sent, TurnDispatch) and sent.request.turn == 1
 
 
-def test_what_was_sent_to_a_start_that_is_no_more_fills_no_room_of_the_next() -> None:
+def test_dispatch_to_an_ended_incarnation_fills_no_room_of_the_next() -> None:
     done = dispatched(request("g0:0"), 1)
     sent = [done, dispatched(request("g0:0"), 0, attempt=1), dispatched(request("g1:0"), 0, incarnation=2)]
     restored = Router(CONFIG)
-    asked = [ReceivedRequest.from_record(each.request) for each in (done, sent[2])]
-    restored.restore(asked, sent, [result(done), result(sent[2])], lambda: 0.0)
+    requests = [ReceivedRequest.from_record(each.request) for each in (done, sent[2])]
+    restored.restore(requests, sent, [result(done), result(sent[2])], lambda: 0.0)
     restored.on_event(heartbeat(0, max_turns=1, incarnation=2), 0.1)
     assert restored.on_event(request("g2:0"), 0.1)
 
 
-def test_what_was_listed_and_is_no_more_fills_no_room_though_the_turn_is_taken_later() -> None:
-    world = RoutingSimulation()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0"))
-    world.beat(0, max_turns=1)
-    world.executors["w0"].held.clear()
-    world.beat(0, max_turns=1)
-    world.ask(request("g0:0", 1))
-    world.beat(0, max_turns=1)
-    assert world.held["g0:0"].request.turn == 1
+def test_once_listed_turn_fills_no_room_when_no_longer_listed() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0"))
+    simulation.beat(0, max_turns=1)
+    simulation.executors["w0"].held.clear()
+    simulation.beat(0, max_turns=1)
+    simulation.ask(request("g0:0", 1))
+    simulation.beat(0, max_turns=1)
+    assert simulation.held["g0:0"].request.turn == 1

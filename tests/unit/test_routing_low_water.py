@@ -11,7 +11,7 @@ HOME: Place = (REQUESTED, 0)
 
 
 @given(st.lists(st.one_of(st.just("read"), st.just("mark"), st.integers(0, 20)), max_size=100))
-def test_a_restart_from_the_low_water_reads_every_unfinished_turn(events: list[str | int]) -> None:
+def test_restart_from_the_low_water_reads_every_unfinished_turn(events: list[str | int]) -> None:
     low_water, epoch, end, lowest = LowWater({HOME: 0}), 0, 0, 0
     unfinished: dict[int, int] = {}  # offset of each turn's request, and the epoch in which it was read
     for event in events:
@@ -26,7 +26,7 @@ def test_a_restart_from_the_low_water_reads_every_unfinished_turn(events: list[s
         assert before <= lowest <= min(unfinished, default=end)
 
 
-def test_it_rises_to_the_newest_mark_when_nothing_is_unfinished() -> None:
+def test_low_water_rises_to_the_newest_mark_without_unfinished_turns() -> None:
     low_water = LowWater({HOME: 3})
     epoch = low_water.mark({HOME: 9})
     assert low_water.lowest(0) == {HOME: 3}

@@ -1,4 +1,4 @@
-"""What the router exports is what its core counts."""
+"""The router exports the counts of its core."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tests.support.routing_fixtures import RoutingSimulation, request
 
 
 @dataclass
-class Reigning:
+class ServingCell:
     router: Router
     clock_skews: ClockSkews
     clock: Callable[[], float]
@@ -23,25 +23,25 @@ class Reigning:
 @dataclass
 class Serving:
     cells: int
-    sessions: dict[CellOwnership, Reigning] = field(default_factory=dict)
+    sessions: dict[CellOwnership, ServingCell] = field(default_factory=dict)
 
 
 def sample(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"rose_router_{name}", labels)
 
 
-def test_the_exported_counts_are_the_cores() -> None:
-    world = RoutingSimulation()
-    world.version = 4
-    world.beat(0, policy_version=4, max_turns=1)
+def test_exported_counts_equal_the_router_counts() -> None:
+    simulation = RoutingSimulation()
+    simulation.version = 4
+    simulation.beat(0, policy_version=4, max_turns=1)
     clock_skews = ClockSkews()
     for second in range(12):
         clock_skews.on_heartbeat("w0", second - 7.0, float(second))
     with export_metrics(
-        Serving(6, {CellOwnership(4, 1): Reigning(world.router, clock_skews, lambda: world.now + 30.0)})
+        Serving(6, {CellOwnership(4, 1): ServingCell(simulation.router, clock_skews, lambda: simulation.now + 30.0)})
     ):
         for index in range(3):
-            world.ask(request(f"g0:{index}"))
+            simulation.ask(request(f"g0:{index}"))
         assert sample("turns_requested_total", cell="4") == 3
         assert sample("waiting_turns", cell="4") == 2
         assert sample("oldest_waiting_seconds", cell="4") == 30.0
@@ -53,33 +53,35 @@ def test_the_exported_counts_are_the_cores() -> None:
     assert sample("turns_requested_total", cell="4") is None
 
 
-def test_each_cell_has_counts_of_its_own() -> None:
+def test_each_cell_has_its_own_counts() -> None:
     one, other = RoutingSimulation(), RoutingSimulation()
     other.ask(request("g0:0"))
     sessions = {
-        CellOwnership(cell, 1): Reigning(world.router, ClockSkews(), lambda: 0.0)
-        for cell, world in ((0, one), (2, other))
+        CellOwnership(cell, 1): ServingCell(simulation.router, ClockSkews(), lambda: 0.0)
+        for cell, simulation in ((0, one), (2, other))
     }
     with export_metrics(Serving(3, sessions)):
         assert [sample("turns_requested_total", cell=str(cell)) for cell in range(3)] == [0, None, 1]
         assert sample("serves") == 2
 
 
-def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
+def test_clock_skew_of_a_gone_or_unknown_executor_is_not_exported() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
     clock_skews = ClockSkews()
     for second in range(12):
         for worker in ("w0", "nobody"):
             clock_skews.on_heartbeat(worker, second - 7.0, float(second))
-    with export_metrics(Serving(1, {CellOwnership(0, 1): Reigning(world.router, clock_skews, lambda: world.now)})):
+    with export_metrics(
+        Serving(1, {CellOwnership(0, 1): ServingCell(simulation.router, clock_skews, lambda: simulation.now)})
+    ):
         assert sample("clock_behind_seconds", cell="0", worker="w0") == 7
         assert sample("clock_behind_seconds", cell="0", worker="nobody") is None
-        world.beat(0, state=ExecutorState.STOPPING)
+        simulation.beat(0, state=ExecutorState.STOPPING)
         assert sample("clock_behind_seconds", cell="0", worker="w0") is None
 
 
-def test_a_router_that_waits_exports_that_it_does() -> None:
+def test_metrics_of_a_serving_router_start_without_counts() -> None:
     with export_metrics(Serving(1)):
         assert (sample("serves"), sample("cells")) == (0, 1)
         assert sample("turns_requested_total", cell="0") is None

@@ -1,4 +1,4 @@
-"""A turn whose context no executor can read back waits for its anchor, and nobody else waits for it."""
+"""A turn whose context no executor can read back waits for its anchor, and no other turn waits for it."""
 
 import msgspec
 
@@ -15,13 +15,13 @@ from tests.support.routing_fixtures import CONFIG, heartbeat, packed, request, r
 
 
 def chained(patience_seconds: float = 100.0) -> TurnRequest:
-    asked = request("g0:0", 1, context=30, patience_seconds=patience_seconds)
-    assert asked.chain
-    return asked
+    turn_request = request("g0:0", 1, context=30, patience_seconds=patience_seconds)
+    assert turn_request.chain
+    return turn_request
 
 
-def anchored(asked: TurnRequest) -> TurnRequest:
-    return msgspec.structs.replace(asked, **context_fields(bytes(4 * asked.context_tokens)))
+def anchored(turn_request: TurnRequest) -> TurnRequest:
+    return msgspec.structs.replace(turn_request, **context_fields(bytes(4 * turn_request.context_tokens)))
 
 
 def torn(dispatch: TurnDispatch, *routers: Router, now: float = 0.1) -> None:
@@ -29,13 +29,13 @@ def torn(dispatch: TurnDispatch, *routers: Router, now: float = 0.1) -> None:
         assert router.on_event(result(dispatch, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), now) == []
 
 
-def dispatch_of(router: Router, asked: TurnRequest, now: float = 0.0, offset: int = 5) -> TurnDispatch:
-    (sent,) = router.on_event(ReceivedRequest.from_record(asked, offset), now)
+def dispatch_of(router: Router, turn_request: TurnRequest, now: float = 0.0, offset: int = 5) -> TurnDispatch:
+    (sent,) = router.on_event(ReceivedRequest.from_record(turn_request, offset), now)
     assert isinstance(sent, TurnDispatch)
     return sent
 
 
-def test_it_goes_out_again_once_it_is_asked_for_whole_and_counts_against_nobody() -> None:
+def test_turn_without_context_is_dispatched_again_after_an_anchor_without_a_failure() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     sent = dispatch_of(router, chained())
@@ -46,15 +46,15 @@ def test_it_goes_out_again_once_it_is_asked_for_whole_and_counts_against_nobody(
     assert (again.request.is_anchor, again.offset, again.attempt, again.failures) == (True, 9, 1, 0)
 
 
-def test_others_pass_it() -> None:
+def test_turn_without_context_lets_others_pass() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0, max_turns=1), 0.0)
     torn(dispatch_of(router, chained()), router)
     assert dispatch_of(router, request("g1:0"), 0.2).request.trajectory_id == "g1:0"
 
 
-def test_an_anchor_that_comes_first_serves_whoever_is_sent_the_turn_next() -> None:
-    """The refusal and the request that it led to lie in two topics, and may be read in either order."""
+def test_anchor_that_arrives_first_serves_the_next_dispatch() -> None:
+    """The refusal and the following request are in two topics, and may be read in either order."""
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     sent = dispatch_of(router, chained())
@@ -67,7 +67,7 @@ def test_an_anchor_that_comes_first_serves_whoever_is_sent_the_turn_next() -> No
     assert router.counters.context_missing == 0
 
 
-def test_it_is_given_up_when_nobody_asks_again() -> None:
+def test_turn_without_context_fails_if_no_anchor_arrives() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     torn(dispatch_of(router, chained(patience_seconds=10.0)), router)
@@ -76,7 +76,7 @@ def test_it_is_given_up_when_nobody_asks_again() -> None:
     assert failed.outcome is TurnOutcome.FAILED and "torn" in failed.reason  # type: ignore[union-attr]
 
 
-def test_an_anchor_of_another_context_is_no_answer_to_a_torn_one() -> None:
+def test_anchor_of_another_context_does_not_release_the_turn() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     torn(dispatch_of(router, chained()), router)
@@ -86,8 +86,8 @@ def test_an_anchor_of_another_context_is_no_answer_to_a_torn_one() -> None:
     assert router.counters.duplicate == 2 and dispatch_of(router, anchored(chained()), 0.3, offset=11).offset == 11
 
 
-def test_room_is_kept_for_what_the_anchor_asks_for() -> None:
-    """Whoever asks again may be a worker with another `max_context_tokens`, which bounds what is sampled."""
+def test_capacity_is_reserved_for_the_anchored_request() -> None:
+    """The anchor may come from a worker with another `max_context_tokens`, which bounds the sampled tokens."""
     router = Router(CONFIG)
     router.on_event(heartbeat(0, token_budget=100), 0.0)
     sent = dispatch_of(router, chained())
@@ -100,7 +100,7 @@ def test_room_is_kept_for_what_the_anchor_asks_for() -> None:
     assert router.placement.candidates["w0"].held_tokens == 11
 
 
-def test_a_router_that_takes_over_holds_it_too() -> None:
+def test_restored_router_also_holds_a_turn_without_context() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     sent = dispatch_of(router, chained())
@@ -110,13 +110,13 @@ def test_a_router_that_takes_over_holds_it_too() -> None:
     assert restored.on_event(heartbeat(0), 0.1) == []
     assert dispatch_of(restored, anchored(chained()), 0.2, offset=9).offset == 9
     mended = Router(CONFIG)
-    asked = [ReceivedRequest.from_record(chained(), 5), ReceivedRequest.from_record(anchored(chained()), 9)]
-    assert mended.restore(asked, [sent], [refusal], lambda: 0.0) == []
+    turn_request = [ReceivedRequest.from_record(chained(), 5), ReceivedRequest.from_record(anchored(chained()), 9)]
+    assert mended.restore(turn_request, [sent], [refusal], lambda: 0.0) == []
     (again,) = mended.on_event(heartbeat(0), 0.1)
     assert isinstance(again, TurnDispatch) and again.offset == 9
 
 
-def test_an_executor_that_is_heard_to_run_it_has_it_again_and_it_waits_for_no_anchor() -> None:
+def test_turn_listed_as_running_no_longer_waits_for_an_anchor() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     first = dispatch_of(router, chained(patience_seconds=10.0))
@@ -137,7 +137,7 @@ def test_an_executor_that_is_heard_to_run_it_has_it_again_and_it_waits_for_no_an
     assert "no executor has taken it up" in failed.reason  # type: ignore[union-attr]
 
 
-def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
+def test_appended_tokens_of_a_large_request_are_held_until_dispatch() -> None:
     router = Router(CONFIG)
     large = request("g0:0", context=400, max_tokens=10)
     router.on_event(ReceivedRequest.from_record(large), 0.0)
@@ -148,8 +148,8 @@ def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
     assert len(turn.request_bytes) < MAX_KEPT_BYTES and turn.by_reference
 
 
-def test_of_a_turn_with_the_longest_chain_the_places_are_held_once_as_they_came() -> None:
-    """A tuple of 64 offsets takes more than all else that is kept of a turn."""
+def test_offsets_of_the_longest_chain_are_held_once_in_encoded_form() -> None:
+    """A tuple of 64 offsets takes more memory than the rest of a turn."""
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     chained = msgspec.structs.replace(request("g0:0", 1), chain=tuple(range(10**6, 10**6 + MAX_CHAIN)))
@@ -159,10 +159,12 @@ def test_of_a_turn_with_the_longest_chain_the_places_are_held_once_as_they_came(
     assert turn.request_bytes == encode(chained) and len(turn.request_bytes) < MAX_KEPT_BYTES
 
 
-def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() -> None:
-    """Numbers of 4 bytes were written again as those of 8: of a large request no dispatch could be written."""
-    asked = request("g0:0", context=400, max_tokens=10)
-    fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(asked).items()}
+def test_unknown_fields_are_unchanged_in_a_dispatch_without_tokens() -> None:
+    """Numbers of 4 bytes were once rewritten with 8 bytes: no dispatch of a large request could be written."""
+    turn_request = request("g0:0", context=400, max_tokens=10)
+    fields = {
+        name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(turn_request).items()
+    }
     news = b"\xdd" + (50_000).to_bytes(4, "big") + b"\xca\x3f\x80\0\0" * 50_000
     wire = msgspec.msgpack.encode({**fields, "news": msgspec.Raw(news)})
     router = Router(CONFIG)
@@ -173,5 +175,7 @@ def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() 
     (again,) = router.on_event(heartbeat(0, sequence=1), 0.3)
     assert isinstance(again, TurnDispatch) and again.cut
     cut = bytes(again.asked)
-    assert news in cut and len(cut) == len(wire) - len(asked.appended) - 1  # and one of the two that said how many
-    assert again.request == msgspec.structs.replace(asked, appended=b"")
+    assert (
+        news in cut and len(cut) == len(wire) - len(turn_request.appended) - 1
+    )  # and one of the two fields with their number
+    assert again.request == msgspec.structs.replace(turn_request, appended=b"")

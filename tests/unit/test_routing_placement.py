@@ -1,4 +1,4 @@
-"""Placement answers what a scan over all executors would."""
+"""Placement equals a scan over all executors."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ MASK = 2**64 - 1
 
 
 class Scan:
-    """The same cost, executor by executor, from the formula."""
+    """The same cost for each executor, from the formula."""
 
     def __init__(self) -> None:
         self.offers: dict[str, tuple[SlackHeartbeat, bool, int]] = {}
@@ -160,9 +160,7 @@ STEPS = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=200, print_blob=True)
 @given(st.lists(BEATS, max_size=8), st.lists(STEPS, max_size=60))
-def test_the_index_chooses_as_a_scan_over_all_executors_does(
-    fleet: list[SlackHeartbeat], steps: list[tuple[Any, ...]]
-) -> None:
+def test_index_chooses_the_executor_of_a_full_scan(fleet: list[SlackHeartbeat], steps: list[tuple[Any, ...]]) -> None:
     placement, scan, now = Placement(), Scan(), 1.0
     for what, first, second, third in [*(("offer", beat, True, 0) for beat in fleet), *steps]:
         worker = f"w{first}"
@@ -197,9 +195,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
     st.sampled_from([1, 2, 8]),
     st.sampled_from([3_000, 10_000, 10**6]),
 )
-def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
-    seed: int, workers: int, speeds: int, budget: int
-) -> None:
+def test_index_equals_a_full_scan_among_many_equal_executors(seed: int, workers: int, speeds: int, budget: int) -> None:
     random, placement, scan, now = Random(seed), Placement(), Scan(), 1.0
     held: list[str] = []
     for worker in range(workers):
@@ -228,10 +224,8 @@ def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
 @pytest.mark.slow
 @settings(max_examples=30, print_blob=True, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 60), st.booleans())
-def test_so_it_does_where_everybody_is_crowded_otherwise_and_says_other_things_each_time(
-    seed: int, workers: int, wide: bool
-) -> None:
-    """Crowds from none to hundreds, room that just suffices or just does not, rates that follow what ran by chance."""
+def test_index_equals_a_full_scan_among_diverse_changing_executors(seed: int, workers: int, wide: bool) -> None:
+    """Loads go from none to hundreds, room just suffices or just does not, and rates follow the load at random."""
     random, placement, scan, now = Random(seed), Placement(), Scan(), 1.0
     for step in range(250):
         now += random.choice([0.0, 0.0, 0.001, 0.05, 3.0])
@@ -282,20 +276,20 @@ def test_so_it_does_where_everybody_is_crowded_otherwise_and_says_other_things_e
 
 
 def odd_hardware(random: Random, *, wide: bool) -> Hardware:
-    """Rates that need not fit each other."""
+    """Return unrelated rates."""
     most = 5 if wide else 2
     prefill, decode = (10.0 ** random.uniform(-most / 5, most) for _ in range(2))
     return Hardware(prefill_tokens_per_second=100 * prefill, decode_tokens_per_second=decode)
 
 
 def hardware(random: Random, speeds: int) -> Hardware:
-    """One of so many kinds, as it measures itself."""
+    """Return one of several hardware measurements."""
     speed = random.randint(1, speeds) * random.uniform(0.95, 1.05)
     return Hardware(prefill_tokens_per_second=1000.0 * speed, decode_tokens_per_second=100.0 * speed)
 
 
 def choose(placement: Placement, scan: Scan, ask: PlacementQuery, now: float) -> str | None:
-    """Let both choose, compare them, and charge the turn."""
+    """Let both choose, compare the choices, and reserve the turn."""
     choice, expected = placement.choose(ask, now), scan.choose(ask, now)
     assert (choice.worker if choice else None) == expected
     if choice is not None:

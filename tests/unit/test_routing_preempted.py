@@ -1,4 +1,4 @@
-"""A turn that its executor gives up goes on from what was generated, wherever that is read."""
+"""A turn that its executor returns continues from its generated tokens, wherever these are read."""
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ def preempted(dispatch: TurnDispatch, tokens: int = 5) -> TurnResult:
 
 
 def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], results: list[TurnResult]) -> TurnDispatch:
-    """What a router that read this back dispatches once another executor is heard."""
+    """Return the dispatch of a router that read this log, once another executor is heard."""
     router = Router(CONFIG)
     assert router.restore(map(ReceivedRequest.from_record, requests), dispatches, results, lambda: 0.0) == []
     (again,) = router.on_event(heartbeat(9), 0.1)
@@ -36,32 +36,32 @@ def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], result
     return again
 
 
-def test_each_dispatch_carries_all_that_was_generated_before_it() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", max_tokens=100))
+def test_each_dispatch_carries_all_earlier_generated_tokens() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", max_tokens=100))
     for attempt in range(3):
-        dispatch = world.held["g0:0"]
+        dispatch = simulation.held["g0:0"]
         assert (dispatch.attempt, begun_tokens(dispatch), dispatch.failures) == (attempt, 5 * attempt, 0)
         assert decode(TurnDispatch, encode(dispatch)) == dispatch
-        world.reject(dispatch, TurnOutcome.PREEMPTED)
-        world.beat(attempt + 1)
-    settle(world)
-    assert world.ended == 1 and world.router.counters.finished == 1
+        simulation.reject(dispatch, TurnOutcome.PREEMPTED)
+        simulation.beat(attempt + 1)
+    settle(simulation)
+    assert simulation.ended == 1 and simulation.router.counters.finished == 1
 
 
-def test_the_executor_that_gave_it_up_is_believed_to_have_all_of_it_in_cache() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.beat(1)
-    world.ask(request("g0:0", context=200, max_tokens=100))
-    first = world.held["g0:0"]
-    world.reject(first, TurnOutcome.PREEMPTED)
-    assert world.held["g0:0"].worker != first.worker, "the other one has room at once"
-    world.reject(world.held["g0:0"], TurnOutcome.PREEMPTED)
+def test_preempting_executor_is_expected_to_cache_the_whole_partial_turn() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.beat(1)
+    simulation.ask(request("g0:0", context=200, max_tokens=100))
+    first = simulation.held["g0:0"]
+    simulation.reject(first, TurnOutcome.PREEMPTED)
+    assert simulation.held["g0:0"].worker != first.worker, "the other one has room at once"
+    simulation.reject(simulation.held["g0:0"], TurnOutcome.PREEMPTED)
     for worker in (0, 1):
-        world.beat(worker)
-    again = world.held["g0:0"]
+        simulation.beat(worker)
+    again = simulation.held["g0:0"]
     assert (again.cost.cached_tokens, begun_tokens(again)) == (209, 10), "the last token is computed in any case"
 
 
@@ -75,7 +75,7 @@ def test_the_executor_that_gave_it_up_is_believed_to_have_all_of_it_in_cache() -
     ],
     ids=["no logprobs", "short spans", "nan", "nothing left to sample"],
 )
-def test_what_nobody_can_go_on_from_is_sampled_anew(spoiled: dict[str, object]) -> None:
+def test_unusable_partial_turn_is_sampled_anew(spoiled: dict[str, object]) -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)
@@ -85,7 +85,7 @@ def test_what_nobody_can_go_on_from_is_sampled_anew(spoiled: dict[str, object]) 
     assert isinstance(again, TurnDispatch) and again.begun is None and again.attempt == 1
 
 
-def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
+def test_shorter_later_part_removes_no_tokens() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)
@@ -98,79 +98,81 @@ def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
     assert isinstance(third, TurnDispatch) and begun_tokens(third) == 40
 
 
-def test_a_restored_router_goes_on_from_a_result_that_nobody_has_acted_on() -> None:
-    asked = request("g0:0", max_tokens=100)
-    again = restored([asked], [dispatched(asked)], [preempted(dispatched(asked))])
+def test_restored_router_continues_from_an_unprocessed_partial_result() -> None:
+    turn_request = request("g0:0", max_tokens=100)
+    again = restored([turn_request], [dispatched(turn_request)], [preempted(dispatched(turn_request))])
     assert (begun_tokens(again), again.attempt, again.failures) == (5, 1, 0)
 
 
-def test_a_restored_router_goes_on_from_what_the_newest_dispatch_carries() -> None:
-    asked = request("g0:0", max_tokens=100)
-    part = preempted(dispatched(asked)).part
-    second = dispatched(asked, 1, attempt=1, begun=part)
-    for results in ([], [preempted(dispatched(asked))]):
+def test_restored_router_continues_from_the_newest_dispatch() -> None:
+    turn_request = request("g0:0", max_tokens=100)
+    part = preempted(dispatched(turn_request)).part
+    second = dispatched(turn_request, 1, attempt=1, begun=part)
+    for results in ([], [preempted(dispatched(turn_request))]):
         router = Router(CONFIG)
-        router.restore([ReceivedRequest.from_record(asked)], [dispatched(asked), second], results, lambda: 0.0)
+        router.restore(
+            [ReceivedRequest.from_record(turn_request)], [dispatched(turn_request), second], results, lambda: 0.0
+        )
         assert router.turns["g0:0"].worker == "w1" and router.turns["g0:0"].partial == part
         assert router.on_event(result(second), 0.1) == [] and router.counters.finished == 1
-    again = restored([asked], [dispatched(asked), second], [preempted(second)])
+    again = restored([turn_request], [dispatched(turn_request), second], [preempted(second)])
     assert (begun_tokens(again), again.attempt) == (10, 2)
 
 
-def test_a_restored_router_charges_nobody_whose_executor_handed_back_and_started_anew() -> None:
-    asked, other = request("g0:0", max_tokens=100), request("g1:0")
-    dispatches = [dispatched(asked), dispatched(other, incarnation=2)]
-    again = restored([asked, other], dispatches, [preempted(dispatches[0]), result(dispatches[1])])
+def test_restored_router_counts_no_failure_for_turns_handed_back_before_a_restart() -> None:
+    turn_request, other = request("g0:0", max_tokens=100), request("g1:0")
+    dispatches = [dispatched(turn_request), dispatched(other, incarnation=2)]
+    again = restored([turn_request, other], dispatches, [preempted(dispatches[0]), result(dispatches[1])])
     assert (begun_tokens(again), again.failures) == (5, 0)
 
 
-def test_the_turns_of_an_executor_that_stops_wait_for_what_it_has_handed_back() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", max_tokens=100))
-    world.beat(1)
-    world.hand_back(0)
-    assert world.held["g0:0"].worker == "w0", "its result is on the log, and about to be read"
-    world.read_on()
-    again = world.held["g0:0"]
+def test_turns_of_a_stopping_executor_wait_for_their_handed_back_parts() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", max_tokens=100))
+    simulation.beat(1)
+    simulation.hand_back(0)
+    assert simulation.held["g0:0"].worker == "w0", "its result is on the log, and about to be read"
+    simulation.read_on()
+    again = simulation.held["g0:0"]
     assert (again.worker, begun_tokens(again), again.failures, again.attempt) == ("w1", 5, 0, 1)
-    settle(world)
+    settle(simulation)
 
 
-def test_a_turn_of_which_nothing_was_handed_back_after_all_is_issued_again() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
-    world.hand_back(0)
-    world.unread.clear()
-    step(world, "beats_of", {1}, int(TTL_SECONDS / 0.2) + 2)
-    assert world.held["g0:0"].worker == "w1" and world.held["g0:0"].begun is None
-    settle(world)
+def test_turn_without_a_handed_back_part_is_reissued() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
+    simulation.hand_back(0)
+    simulation.unread.clear()
+    step(simulation, "beats_of", {1}, int(TTL_SECONDS / 0.2) + 2)
+    assert simulation.held["g0:0"].worker == "w1" and simulation.held["g0:0"].begun is None
+    settle(simulation)
 
 
-def test_what_a_stopping_executor_does_not_name_is_issued_again_at_once() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.loses = True
-    world.ask(request("g0:0"))
-    world.beat(1)
-    world.beat(0, state=ExecutorState.STOPPING)
-    assert (world.held["g0:0"].worker, world.held["g0:0"].failures) == ("w1", 0)
+def test_turn_unnamed_by_a_stopping_executor_is_reissued_at_once() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.loses = True
+    simulation.ask(request("g0:0"))
+    simulation.beat(1)
+    simulation.beat(0, state=ExecutorState.STOPPING)
+    assert (simulation.held["g0:0"].worker, simulation.held["g0:0"].failures) == ("w1", 0)
 
 
-def test_what_an_attempt_hands_back_that_nobody_waits_for_is_kept_all_the_same() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", max_tokens=100))
-    first = world.held["g0:0"]
-    step(world, "beats_of", {1}, 20)
-    assert world.held["g0:0"].worker == "w1", "w0 was silent"
-    world.feed(preempted(first, 40))
-    step(world, "beats_of", {2}, 20)
-    assert (world.held["g0:0"].worker, begun_tokens(world.held["g0:0"])) == ("w2", 40)
+def test_partial_result_of_a_superseded_attempt_is_kept() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", max_tokens=100))
+    first = simulation.held["g0:0"]
+    step(simulation, "beats_of", {1}, 20)
+    assert simulation.held["g0:0"].worker == "w1", "w0 was silent"
+    simulation.feed(preempted(first, 40))
+    step(simulation, "beats_of", {2}, 20)
+    assert (simulation.held["g0:0"].worker, begun_tokens(simulation.held["g0:0"])) == ("w2", 40)
 
 
-def test_its_prefix_is_believed_to_be_of_the_version_that_the_attempt_began_with() -> None:
+def test_cached_prefix_has_the_version_at_the_start_of_the_attempt() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0", max_tokens=100), 0.0)

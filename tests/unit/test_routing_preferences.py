@@ -1,4 +1,4 @@
-"""Whom placement prefers: equals share, a prefix and a short wait are worth what they save."""
+"""Preferences of placement: equal executors share, and a prefix and a short wait are worth what they save."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from rose.schemas.wire import encode
 from tests.support.routing_fixtures import dispatched, heartbeat, request
 
 
-def test_equal_executors_share_groups_whatever_the_order_in_which_they_were_met() -> None:
+def test_equal_executors_share_groups_in_any_order_of_arrival() -> None:
     ask = [PlacementQuery(10, 5.0, 15, f"group-{group}") for group in range(400)]
     chosen: list[list[str]] = []
     for order in (range(8), reversed(range(8))):
@@ -37,7 +37,7 @@ def test_few_groups_move_when_an_executor_leaves() -> None:
 
 
 def filled(kinds: list[tuple[int, float]]) -> Placement:
-    """Executors by how many turns each holds, none in its prefill, and the seconds of a step; a token adds 0.1 ms."""
+    """Return executors by their held turns, none in prefill, and the seconds of a step; a token adds 0.1 ms."""
     placement = Placement()
     for worker, (turns, step_seconds) in enumerate(kinds):
         rates = Hardware(prefill_tokens_per_second=10_000.0, decode_tokens_per_second=1 / (step_seconds + 1e-4))
@@ -54,7 +54,7 @@ def placed(placement: Placement, ask: PlacementQuery) -> str:
     return choice.worker
 
 
-def test_who_computes_much_goes_where_few_are_delayed_by_it() -> None:
+def test_long_turn_goes_where_it_delays_few_others() -> None:
     placement = filled([(32, 0.003), (2, 0.012)])
     assert placed(placement, PlacementQuery(200, 4.0, 210, "a")) == "w1", (
         "the slower one, for all that run on the faster"
@@ -65,13 +65,13 @@ def test_who_computes_much_goes_where_few_are_delayed_by_it() -> None:
     assert placed(filled([(0, 0.003), (2, 0.012)]), PlacementQuery(200, 4.0, 210, "a")) == "w0"
 
 
-def test_a_prefix_is_worth_more_where_more_would_wait_for_it_to_be_computed_again() -> None:
+def test_prefix_is_worth_more_where_recomputing_delays_more_turns() -> None:
     ask = PlacementQuery(32, 4.0, 50, "a", (("w0", 31),))
     assert placed(filled([(16, 0.003), (0, 0.003)]), ask) == "w1", "nobody is delayed there"
     assert placed(filled([(16, 0.003), (16, 0.003)]), ask) == "w0"
 
 
-def test_a_frozen_lender_is_gone_back_to_and_filled_only_where_there_is_no_other_room() -> None:
+def test_frozen_lender_gets_turns_only_without_other_room() -> None:
     placement = Placement()
     placement.offer(heartbeat(0, frozen=True), is_open=True, lag_versions=0)
     placement.offer(heartbeat(1), is_open=True, lag_versions=0)
@@ -89,7 +89,7 @@ def test_a_frozen_lender_is_gone_back_to_and_filled_only_where_there_is_no_other
     )
 
 
-def test_what_an_executor_once_said_of_its_rates_is_not_held_against_it_for_ever() -> None:
+def test_reported_bad_rates_of_an_executor_expire() -> None:
     placement = Placement()
     slow = Hardware(prefill_tokens_per_second=1e-3, decode_tokens_per_second=1e-3)
     ask = PlacementQuery(context_tokens=100, new_tokens=1.0, room_tokens=110, tie_key="a")
@@ -103,7 +103,7 @@ def test_what_an_executor_once_said_of_its_rates_is_not_held_against_it_for_ever
     assert choice is not None and choice.cost.wait_seconds == 0.0
 
 
-def test_however_slow_an_executor_says_it_is_its_costs_can_be_written() -> None:
+def test_costs_of_any_reported_rates_are_encodable() -> None:
     placement = Placement()
     slow = Hardware(prefill_tokens_per_second=1e-3, decode_tokens_per_second=1e-3)
     placement.offer(

@@ -1,4 +1,4 @@
-"""What is learned of executors: how fast they are, and how long turns get."""
+"""Learned rates: the speed of executors, and the length of turns."""
 
 import pytest
 from hypothesis import given
@@ -21,26 +21,26 @@ STEP = 2 ** (1 / BUCKETS_PER_OCTAVE)
 
 
 @given(st.lists(RATES, min_size=1, max_size=20))
-def test_what_is_learned_is_within_a_step_of_the_newest_reading(rates: list[float]) -> None:
-    pace: RateBucket | None = None
+def test_learned_rate_is_within_one_bucket_of_the_newest_reading(rates: list[float]) -> None:
+    bucket: RateBucket | None = None
     for rate in rates:
-        before, pace = pace, rate_bucket(rate, pace)
-        assert 1 / STEP - 1e-9 <= pace.token_seconds * rate <= STEP + 1e-9
+        before, bucket = bucket, rate_bucket(rate, bucket)
+        assert 1 / STEP - 1e-9 <= bucket.token_seconds * rate <= STEP + 1e-9
         if before is not None and before.min_rate <= rate <= before.max_rate:
-            assert pace is before, "a reading within a step changes nothing"
+            assert bucket is before, "a reading within a step changes nothing"
 
 
 @given(RATES, st.lists(st.floats(0.95, 1.05), max_size=50))
-def test_noise_moves_nobody(rate: float, noise: list[float]) -> None:
+def test_noise_changes_no_rate_bucket(rate: float, noise: list[float]) -> None:
     first = rate_bucket(rate, None)
-    pace = first
+    bucket = first
     for factor in noise:
-        pace = rate_bucket(min(1e12, rate * factor), pace)
-    assert pace is first
+        bucket = rate_bucket(min(1e12, rate * factor), bucket)
+    assert bucket is first
 
 
 @given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3), st.integers(0, 256))
-def test_how_fast_an_engine_is_does_not_depend_on_how_many_ran_when_it_was_measured(
+def test_engine_speed_does_not_depend_on_the_load_when_measured(
     base_seconds: float, token_seconds: float, running: int
 ) -> None:
     step_seconds = base_seconds + token_seconds * max(1, running)
@@ -50,14 +50,14 @@ def test_how_fast_an_engine_is_does_not_depend_on_how_many_ran_when_it_was_measu
 
 
 @given(RATES, RATES, st.integers(0, 4096))
-def test_a_step_takes_time_whatever_was_measured(prefill: float, decode: float, running: int) -> None:
+def test_step_time_is_positive_for_any_measurement(prefill: float, decode: float, running: int) -> None:
     hardware = Hardware(prefill_tokens_per_second=prefill, decode_tokens_per_second=decode)
     rate = engine_step_rate(heartbeat(0, hardware=hardware, rollout=Tenant(running=running)))
     assert 0 < rate <= prefill * (1 + 1e-9)
 
 
 @given(st.integers(1, 4096))
-def test_a_crowd_is_counted_to_within_half_a_step_and_never_the_less_for_another_turn(turns: int) -> None:
+def test_turn_bucket_is_accurate_to_half_a_step_and_monotonic(turns: int) -> None:
     half = 2 ** (0.5 / TURN_BUCKETS_PER_OCTAVE)
     assert 1 / half - 1e-9 <= turn_bucket(turns) / turns <= half + 1e-9
     assert turn_bucket(turns) <= turn_bucket(turns + 1)
@@ -65,7 +65,7 @@ def test_a_crowd_is_counted_to_within_half_a_step_and_never_the_less_for_another
 
 
 @given(st.lists(st.tuples(st.integers(0, 511), st.integers(0, 600), st.integers(1, 500)), max_size=60))
-def test_what_a_turn_is_expected_to_sample_is_between_one_token_and_all_it_may(
+def test_expected_length_of_a_turn_is_between_one_token_and_its_limit(
     seen: list[tuple[int, int, int]],
 ) -> None:
     lengths = OutputLengths()
@@ -75,7 +75,7 @@ def test_what_a_turn_is_expected_to_sample_is_between_one_token_and_all_it_may(
             assert 1 <= lengths.expected(each, most) <= max(1, most) + 1e-9
 
 
-def test_the_length_of_each_turn_is_learned_by_itself() -> None:
+def test_length_of_each_turn_number_is_learned_separately() -> None:
     lengths = OutputLengths()
     assert lengths.expected(0, 100) == 100.0, "before the first result: all that it may"
     for _ in range(50):
@@ -85,7 +85,7 @@ def test_the_length_of_each_turn_is_learned_by_itself() -> None:
     assert round(lengths.expected(2, 100)) == 80, "what was not seen yet is taken for like what was seen last"
 
 
-def test_environments_are_told_apart_but_for_those_beyond_some() -> None:
+def test_environments_are_learned_separately_up_to_a_bound() -> None:
     lengths = LengthsByEnvironment()
     for number in range(3 * TRACKED_ENVIRONMENTS):
         lengths.for_environment(f"e{number}").record(0, number % 100, 100)

@@ -1,4 +1,4 @@
-"""Leases, attempts, patience and restarts of the router's core, each in one small history."""
+"""Leases, attempts, patience and restarts of the router's core, each in a small history."""
 
 import msgpack
 import msgspec
@@ -17,53 +17,53 @@ from tests.support.routing_fixtures import CONFIG, RoutingSimulation, dispatched
 from tests.support.routing_machine import settle, started, step
 
 
-def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
-    first = world.held["g0:0"]
-    step(world, "beats_of", {1}, 20)
-    second = world.held["g0:0"]
+def test_first_result_wins_if_two_executors_run_one_turn() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
+    first = simulation.held["g0:0"]
+    step(simulation, "beats_of", {1}, 20)
+    second = simulation.held["g0:0"]
     assert (second.worker, second.attempt, second.failures) == ("w1", 1, 1)
-    world.beat(0, max_turns=1)
-    assert world.held["g0:0"] is second and world.router.turns["g0:0"].failures == 0
-    world.beat(1, max_turns=1)
-    world.ask(request("g1:0"))
-    assert len(world.router.queue) == 1, "both have their room full"
-    world.complete(first)
-    assert world.ended == 1 and world.held["g1:0"].worker == "w0"
-    world.complete(second)
-    assert world.router.counters.late == 1
+    simulation.beat(0, max_turns=1)
+    assert simulation.held["g0:0"] is second and simulation.router.turns["g0:0"].failures == 0
+    simulation.beat(1, max_turns=1)
+    simulation.ask(request("g1:0"))
+    assert len(simulation.router.queue) == 1, "both have their room full"
+    simulation.complete(first)
+    assert simulation.ended == 1 and simulation.held["g1:0"].worker == "w0"
+    simulation.complete(second)
+    assert simulation.router.counters.late == 1
 
 
-def test_what_came_back_is_issued_under_a_new_number_when_it_is_lost_again() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
-    step(world, "beats_of", {1}, 20)
-    step(world, "beats_of", {2}, 20)
-    world.beat(0)
-    world.beat(0, state=ExecutorState.STOPPING)
-    attempts = [decision.attempt for decision in world.decisions if isinstance(decision, TurnDispatch)]
+def test_turn_lost_again_is_reissued_under_a_new_attempt() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
+    step(simulation, "beats_of", {1}, 20)
+    step(simulation, "beats_of", {2}, 20)
+    simulation.beat(0)
+    simulation.beat(0, state=ExecutorState.STOPPING)
+    attempts = [decision.attempt for decision in simulation.decisions if isinstance(decision, TurnDispatch)]
     assert attempts == sorted(set(attempts))
-    settle(world)
+    settle(simulation)
 
 
-def test_a_lone_executor_that_dies_gives_its_turns_back_once_its_next_start_is_heard() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
+def test_turns_of_a_dead_lone_executor_return_at_its_next_start() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
     for _ in range(60):
-        world.pass_time(1.0)
-    assert world.held, "nobody can tell a dead executor from a listener that hears nothing"
-    world.beat(0, restart=True, policy_version=-1)
-    assert len(world.router.queue) == 1
-    world.beat(0)
-    assert world.held["g0:0"].attempt == 1 and world.held["g0:0"].failures == 1
+        simulation.pass_time(1.0)
+    assert simulation.held, "nobody can tell a dead executor from a listener that hears nothing"
+    simulation.beat(0, restart=True, policy_version=-1)
+    assert len(simulation.router.queue) == 1
+    simulation.beat(0)
+    assert simulation.held["g0:0"].attempt == 1 and simulation.held["g0:0"].failures == 1
 
 
-def test_a_turn_with_a_seed_goes_to_who_takes_seeds_and_fails_by_nobody_s_fault() -> None:
-    """The other executor would be cheaper in all else."""
+def test_seeded_turn_goes_to_an_executor_with_seeds_and_counts_no_failure() -> None:
+    """The other executor would be cheaper in every other respect."""
     router = Router(CONFIG)
     cheap = Hardware(prefill_tokens_per_second=1e6, decode_tokens_per_second=1e6)
     assert router.on_event(heartbeat(0, hardware=cheap, seeded=False), 0.0) == []
@@ -72,12 +72,12 @@ def test_a_turn_with_a_seed_goes_to_who_takes_seeds_and_fails_by_nobody_s_fault(
     [other] = router.on_event(request("g9:0"), 0.0)
     assert isinstance(other, TurnDispatch) and other.worker == "w0", "and it holds nobody else up"
     decisions = router.on_event(heartbeat(1), 0.1)
-    for asked in seeded[1:]:
-        decisions += router.on_event(asked, 0.2)
+    for turn_request in seeded[1:]:
+        decisions += router.on_event(turn_request, 0.2)
     assert [(each.worker, each.failures) for each in decisions if isinstance(each, TurnDispatch)] == [("w1", 0)] * 3
 
 
-def test_where_nobody_takes_seeds_a_turn_that_has_one_ends_with_that_sentence() -> None:
+def test_seeded_turn_fails_with_a_reason_if_no_executor_takes_seeds() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0, seeded=False), 0.0)
     assert router.on_event(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0) == []
@@ -90,8 +90,8 @@ def test_where_nobody_takes_seeds_a_turn_that_has_one_ends_with_that_sentence() 
     assert "no executor takes turns with a seed" in one.reason
 
 
-def test_seeds_are_not_to_blame_where_no_executor_is_open() -> None:
-    """One that takes them is there, and parked."""
+def test_closed_executors_do_not_make_seeds_the_failure_reason() -> None:
+    """An executor with seeds exists and is parked."""
     router = Router(CONFIG)
     paused = heartbeat(0, state=ExecutorState.PAUSED)
     router.on_event(paused, 0.0)
@@ -104,57 +104,57 @@ def test_seeds_are_not_to_blame_where_no_executor_is_open() -> None:
     assert isinstance(one, TurnResult) and "no executor has taken it up in 3 s" in one.reason
 
 
-def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", patience_seconds=5.0))
-    step(world, "beats_of", {0}, 500)
-    assert world.held["g0:0"].attempt == 0
-    # When its executor dies after that, it is issued again, and has its patience anew.
-    step(world, "beats_of", {1}, 20)
-    assert world.held["g0:0"].worker == "w1" and not world.ended
+def test_running_turn_has_no_timeout() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", patience_seconds=5.0))
+    step(simulation, "beats_of", {0}, 500)
+    assert simulation.held["g0:0"].attempt == 0
+    # If its executor then dies, the turn is reissued with a new patience.
+    step(simulation, "beats_of", {1}, 20)
+    assert simulation.held["g0:0"].worker == "w1" and not simulation.ended
 
 
-def test_a_turn_whose_executor_is_not_heard_is_given_up_after_its_patience() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0", patience_seconds=5.0))
+def test_turn_of_a_silent_executor_fails_after_its_patience() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0", patience_seconds=5.0))
     for _ in range(7):
-        world.pass_time(1.0)
-    (failed,) = [decision for decision in world.decisions if isinstance(decision, TurnResult)]
+        simulation.pass_time(1.0)
+    (failed,) = [decision for decision in simulation.decisions if isinstance(decision, TurnResult)]
     assert "was not heard to run it for 5 s" in failed.reason
 
 
-def test_a_waiting_turn_fails_after_its_patience() -> None:
-    world = RoutingSimulation()
-    world.ask(request("g0:0", patience_seconds=5.0))
-    world.pass_time(4.0)
-    assert not world.ended
-    world.pass_time(2.0)
-    (failed,) = world.decisions
+def test_waiting_turn_fails_after_its_patience() -> None:
+    simulation = RoutingSimulation()
+    simulation.ask(request("g0:0", patience_seconds=5.0))
+    simulation.pass_time(4.0)
+    assert not simulation.ended
+    simulation.pass_time(2.0)
+    (failed,) = simulation.decisions
     assert isinstance(failed, TurnResult) and "no executor has taken it up in 5 s" in failed.reason
 
 
-def test_a_dispatch_that_a_living_executor_does_not_list_is_issued_again() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.loses = True
-    world.ask(request("g0:0"))
-    step(world, "beats_of", {0}, int(LISTING_SECONDS / 0.2) - 1)
-    assert world.held["g0:0"].attempt == 0
-    step(world, "beats_of", {0}, 2)
-    assert world.held["g0:0"].attempt == 1 and world.router.counters.lost == 1
+def test_dispatch_unlisted_by_a_live_executor_is_reissued() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.loses = True
+    simulation.ask(request("g0:0"))
+    step(simulation, "beats_of", {0}, int(LISTING_SECONDS / 0.2) - 1)
+    assert simulation.held["g0:0"].attempt == 0
+    step(simulation, "beats_of", {0}, 2)
+    assert simulation.held["g0:0"].attempt == 1 and simulation.router.counters.lost == 1
 
 
-def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
-    world.now += 100.0
-    for _ in range(30):  # heartbeats from before the dispatch, that were on their way while the broker was away
-        world.beat(0, holds=b"")
-        world.now += 0.001
-    assert world.held["g0:0"].attempt == 0
+def test_dispatch_is_not_lost_during_a_common_silence() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
+    simulation.now += 100.0
+    for _ in range(30):  # heartbeats from before the dispatch, in transit during the broker outage
+        simulation.beat(0, holds=b"")
+        simulation.now += 0.001
+    assert simulation.held["g0:0"].attempt == 0
 
 
 @pytest.mark.parametrize(
@@ -165,52 +165,52 @@ def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
         (TurnOutcome.REFUSED, Refusal.VERSION),
     ],
 )
-def test_what_is_nobodys_fault_counts_against_no_limit(outcome: TurnOutcome, refusal: Refusal | None) -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
+def test_reissue_without_fault_counts_toward_no_limit(outcome: TurnOutcome, refusal: Refusal | None) -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
     for attempt in range(3 * CONFIG.max_attempts):
-        dispatch = world.held["g0:0"]
+        dispatch = simulation.held["g0:0"]
         assert (dispatch.attempt, dispatch.failures) == (attempt, 0)
-        world.reject(dispatch, outcome, refusal)
-        assert len(world.router.queue) == 1, "it gets nothing before its next heartbeat"
-        world.beat(0)
+        simulation.reject(dispatch, outcome, refusal)
+        assert len(simulation.router.queue) == 1, "it gets nothing before its next heartbeat"
+        simulation.beat(0)
 
 
-def test_a_turn_that_no_engine_runs_fails_with_the_last_reason() -> None:
-    world = RoutingSimulation()
+def test_turn_refused_by_every_engine_fails_with_the_last_reason() -> None:
+    simulation = RoutingSimulation()
     for _ in range(CONFIG.max_attempts):
-        world.beat(0)
-        world.ask(request("g0:0")) if not world.asked else None
-        world.reject(world.held["g0:0"], TurnOutcome.REFUSED, Refusal.ENGINE)
-    (failed,) = [decision for decision in world.decisions if isinstance(decision, TurnResult)]
+        simulation.beat(0)
+        simulation.ask(request("g0:0")) if not simulation.requested else None
+        simulation.reject(simulation.held["g0:0"], TurnOutcome.REFUSED, Refusal.ENGINE)
+    (failed,) = [decision for decision in simulation.decisions if isinstance(decision, TurnResult)]
     assert failed.attempt == CONFIG.max_attempts and "refused" in failed.reason and failed.home == 0
 
 
-def test_who_refused_while_it_was_closed_is_asked_again_once_it_opens() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g:0"))
-    world.beat(0)
-    world.ask(request("g:1"))
-    world.reject(world.held["g:1"], TurnOutcome.REFUSED, Refusal.ROOM)
-    world.beat(0, state=ExecutorState.PAUSED)
-    assert "g:1" not in world.held
-    world.beat(0)
-    assert "g:1" in world.held
+def test_executor_that_refused_while_closed_is_used_again_once_open() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g:0"))
+    simulation.beat(0)
+    simulation.ask(request("g:1"))
+    simulation.reject(simulation.held["g:1"], TurnOutcome.REFUSED, Refusal.ROOM)
+    simulation.beat(0, state=ExecutorState.PAUSED)
+    assert "g:1" not in simulation.held
+    simulation.beat(0)
+    assert "g:1" in simulation.held
 
 
-def test_an_inbox_that_is_shut_is_sent_nothing_before_its_executor_is_heard_again() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.router.close_inboxes({0})
-    world.ask(request("g:0"))
-    assert not world.held
-    world.beat(0)
-    assert "g:0" in world.held
+def test_closed_inbox_gets_no_dispatch_until_its_executor_is_heard_again() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.router.close_inboxes({0})
+    simulation.ask(request("g:0"))
+    assert not simulation.held
+    simulation.beat(0)
+    assert "g:0" in simulation.held
 
 
-def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_time_and_again() -> None:
+def test_executor_full_of_unknown_turns_is_not_retried_repeatedly() -> None:
     router = Router(CONFIG)
     unknown = packed([dispatched(request("other:0"))])
     router.on_event(heartbeat(0, holds=unknown), 0.0)
@@ -223,7 +223,7 @@ def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_
     assert isinstance(again, TurnDispatch) and again.attempt == 1
 
 
-def test_attempts_are_numbered_within_their_bound() -> None:
+def test_attempt_numbers_stay_within_their_bound() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (sent,) = router.on_event(request("g0:0"), 0.0)
@@ -234,31 +234,31 @@ def test_attempts_are_numbered_within_their_bound() -> None:
     encode(failed)
 
 
-def test_an_executor_that_stops_gives_its_turns_back_at_once_and_for_nothing() -> None:
-    world = RoutingSimulation()
-    world.beat(0)
-    world.ask(request("g0:0"))
-    world.beat(1)
-    world.beat(0, state=ExecutorState.STOPPING)
-    assert (world.held["g0:0"].worker, world.held["g0:0"].failures) == ("w1", 0)
+def test_stopping_executor_returns_its_turns_at_once_without_failures() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0)
+    simulation.ask(request("g0:0"))
+    simulation.beat(1)
+    simulation.beat(0, state=ExecutorState.STOPPING)
+    assert (simulation.held["g0:0"].worker, simulation.held["g0:0"].failures) == ("w1", 0)
 
 
-def test_versions_are_what_is_served_and_a_dead_executors_count_no_more() -> None:
-    world = RoutingSimulation()
-    world.beat(0, policy_version=2**50)
-    world.beat(1, policy_version=5)
-    world.ask(request("g0:0"))
-    assert world.held["g0:0"].worker == "w0"
-    step(world, "publish")
+def test_version_counts_exclude_dead_executors() -> None:
+    simulation = RoutingSimulation()
+    simulation.beat(0, policy_version=2**50)
+    simulation.beat(1, policy_version=5)
+    simulation.ask(request("g0:0"))
+    assert simulation.held["g0:0"].worker == "w0"
+    step(simulation, "publish")
     for _ in range(20):
-        world.now += 0.2
-        world.beat(1, policy_version=5)
-        world.feed(None)
-    assert world.router.liveness.current_version == 5
-    assert world.held["g0:0"].worker == "w1"
+        simulation.now += 0.2
+        simulation.beat(1, policy_version=5)
+        simulation.feed(None)
+    assert simulation.router.liveness.current_version == 5
+    assert simulation.held["g0:0"].worker == "w1"
 
 
-def test_a_restored_router_has_read_for_nobodys_time() -> None:
+def test_replay_time_of_a_restored_router_counts_against_no_turn() -> None:
     times = iter([0.0, 500.0])
     restored = Router(CONFIG)
     restored.restore(
@@ -273,12 +273,12 @@ def test_a_restored_router_has_read_for_nobodys_time() -> None:
 
 
 @pytest.mark.parametrize("context", [20, 400], ids=["small", "cut"])
-def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_attempt(context: int) -> None:
-    asked = request("g0:0", home=3, context=context)
-    wire = msgpack.packb(msgpack.unpackb(encode(asked)) | {"added": [1, {"deep": b"bytes"}]})
+def test_unknown_request_fields_reach_the_executor_on_every_attempt(context: int) -> None:
+    turn_request = request("g0:0", home=3, context=context)
+    wire = msgpack.packb(msgpack.unpackb(encode(turn_request)) | {"added": [1, {"deep": b"bytes"}]})
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
-    (sent,) = router.on_event(ReceivedRequest(asked, wire, 17), 0.0)
+    (sent,) = router.on_event(ReceivedRequest(turn_request, wire, 17), 0.0)
     assert isinstance(sent, TurnDispatch)
     assert router.on_event(result(sent, TurnOutcome.PREEMPTED), 0.1) == []
     for attempt, dispatch in enumerate([sent, *router.on_event(heartbeat(0), 0.2)]):
@@ -286,12 +286,12 @@ def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_att
         read = decode(TurnDispatch, encode(dispatch))
         assert (read.attempt, read.home, read.offset) == (attempt, 3, 17)
         if not attempt or context == 20:
-            assert (bytes(read.asked), read.request, read.cut) == (wire, asked, False)
-        else:  # what it appends is read back where it lies, and all else is as it came
+            assert (bytes(read.asked), read.request, read.cut) == (wire, turn_request, False)
+        else:  # the appended tokens are read back by reference, and everything else is unchanged
             assert msgpack.unpackb(bytes(read.asked)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
 
 
-def test_a_start_in_another_inbox_is_the_newer_one_over_a_restart_too() -> None:
+def test_start_in_another_inbox_is_the_newer_incarnation_also_after_a_restore() -> None:
     before = dispatched(request("g0:0"), incarnation=500, slot=1, dispatched_at=1.0)
     after = dispatched(request("g1:0"), incarnation=3, slot=0, dispatched_at=2.0)
     for log in ([before, after], [after, before]):
@@ -302,7 +302,7 @@ def test_a_start_in_another_inbox_is_the_newer_one_over_a_restart_too() -> None:
         assert restored.turns["g1:0"].attempt == 0 and restored.turns["g0:0"].attempt == 1
 
 
-def test_failures_are_remembered_over_a_restart() -> None:
+def test_failures_survive_a_router_restart() -> None:
     sent = dispatched(request("g0:0"), attempt=7, failures=CONFIG.max_attempts - 1)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [sent], [], lambda: 0.0)
@@ -311,17 +311,17 @@ def test_failures_are_remembered_over_a_restart() -> None:
     assert isinstance(failed, TurnResult) and failed.outcome is TurnOutcome.FAILED
 
 
-def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it() -> None:
-    asked = request("g0:0", home=1, patience_seconds=60.0)
-    forged = msgspec.structs.replace(asked, home=2**31 - 1, **context_fields(b""), patience_seconds=1e9)
+def test_restored_turn_equals_its_request_despite_its_dispatch() -> None:
+    turn_request = request("g0:0", home=1, patience_seconds=60.0)
+    forged = msgspec.structs.replace(turn_request, home=2**31 - 1, **context_fields(b""), patience_seconds=1e9)
     restored = Router(CONFIG)
-    restored.restore([ReceivedRequest.from_record(asked)], [dispatched(forged, attempt=3)], [], lambda: 0.0)
+    restored.restore([ReceivedRequest.from_record(turn_request)], [dispatched(forged, attempt=3)], [], lambda: 0.0)
     (failed,) = restored.on_event(request("g1:0"), 1.0) or restored.tick(61.0)
     assert isinstance(failed, TurnResult)
     assert (failed.home, failed.attempt, failed.context_tokens) == (1, 3, 20)
 
 
-def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:
+def test_restored_turn_of_a_silent_executor_is_reissued() -> None:
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [dispatched(request("g0:0"), 1)], [], lambda: 0.0)
     decisions: list[Record] = []
@@ -333,7 +333,7 @@ def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:
     assert isinstance(again, TurnDispatch) and again.worker == "w9" and again.attempt == 1
 
 
-def test_a_restored_turn_stays_with_an_executor_that_is_heard_from_and_fills_its_room() -> None:
+def test_restored_turn_stays_with_a_live_executor_and_fills_its_room() -> None:
     sent = dispatched(request("g0:0"))
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [sent], [], lambda: 0.0)
@@ -343,7 +343,7 @@ def test_a_restored_turn_stays_with_an_executor_that_is_heard_from_and_fills_its
     assert isinstance(after, TurnDispatch) and after.request.trajectory_id == "g1:0"
 
 
-def test_a_restored_router_gives_a_turn_back_to_the_executor_of_an_older_dispatch() -> None:
+def test_restored_router_returns_a_turn_to_the_executor_of_an_older_dispatch() -> None:
     old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
     restored = Router(CONFIG)
     restored.restore([ReceivedRequest.from_record(request("g0:0"))], [new, old], [], lambda: 0.0)
@@ -354,7 +354,7 @@ def test_a_restored_router_gives_a_turn_back_to_the_executor_of_an_older_dispatc
     assert (restored.turns["g0:0"].worker, restored.turns["g0:0"].attempt) == ("w0", 0)
 
 
-def test_a_request_for_the_next_turn_proves_that_the_present_one_was_applied() -> None:
+def test_next_turn_request_proves_that_the_current_turn_was_applied() -> None:
     router = Router(CONFIG)
     router.on_event(heartbeat(0), 0.0)
     (first,) = router.on_event(request("g0:0"), 0.1)
@@ -365,8 +365,8 @@ def test_a_request_for_the_next_turn_proves_that_the_present_one_was_applied() -
     assert (router.counters.overtaken, router.counters.late, router.outstanding) == (1, 1, 1)
 
 
-def test_what_is_no_input_is_named() -> None:
+def test_record_that_is_not_a_router_input_is_named() -> None:
     with pytest.raises(TypeError, match="TurnDispatch is no input"):
-        world = started()
-        world.ask(request("g0:0"))
-        world.router.on_event(world.held["g0:0"], 0.0)
+        simulation = started()
+        simulation.ask(request("g0:0"))
+        simulation.router.on_event(simulation.held["g0:0"], 0.0)

@@ -51,7 +51,7 @@ def test_spans_of_one_version_join_only_without_an_observation_between() -> None
     assert apart.spans == (VersionSpan(0, 2, 3), VersionSpan(3, 5, 3)) and count(apart.tokens) == 5
 
 
-def test_record_fields_give_the_struct_back() -> None:
+def test_sampled_tokens_round_trip_through_record_fields() -> None:
     turn = built([-1.0, -0.5], 3)
     part = Part(**turn.record_fields(), device_seconds={"dedicated": 1.0})
     assert SampledTokens.from_record(part) == turn and Part.from_record(part) == part

@@ -1,4 +1,4 @@
-"""Which sampling the loss can weigh: what a configuration and a prompt may ask for."""
+"""Sampling settings that the loss can evaluate, in a configuration and in a prompt."""
 
 import pytest
 
@@ -17,5 +17,5 @@ from rose.schemas.prompts import Sampling, sampling_error
     ],
 )
 def test_greedy_and_cut_sampling_cannot_be_priced(sampling: Sampling, reason: str) -> None:
-    said = sampling_error(sampling)
-    assert reason in said if said else not reason
+    error = sampling_error(sampling)
+    assert reason in error if error else not reason

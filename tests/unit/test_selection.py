@@ -1,4 +1,4 @@
-"""Verdicts on a complete group: one outcome for each of its trajectories, and reasons that name what is wrong."""
+"""Selection of a complete group: one outcome per trajectory, and reasons that name the error."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ MEMBERS = st.lists(
 
 
 @given(MEMBERS, st.integers(0, 6), st.booleans())
-def test_each_member_has_one_outcome_and_only_what_teaches_is_trained(
+def test_each_member_has_one_outcome_and_only_useful_samples_are_trained(
     members: list[Sample], version: int, leave_out: bool
 ) -> None:
     rules = replace(RULES, leave_out_truncated=leave_out)
@@ -72,7 +72,7 @@ def test_each_member_has_one_outcome_and_only_what_teaches_is_trained(
     assert all(bool(end.reason) == (end.outcome is not Outcome.TRAINED) for end in ends)
 
 
-def test_the_rest_of_a_group_is_trained_on_when_two_remain() -> None:
+def test_remaining_samples_of_a_group_are_trained_if_two_remain() -> None:
     members = [sample(index=0, reward=1.0, version=2), sample(index=1, version=0), sample(index=2, reward=None)]
     group = judged(*members, sample(index=3, version=2), version=3)
     assert outcomes(group) == [Outcome.TRAINED, Outcome.STALE, Outcome.INFRA_FAILED, Outcome.TRAINED]
@@ -80,7 +80,7 @@ def test_the_rest_of_a_group_is_trained_on_when_two_remain() -> None:
 
 
 @pytest.mark.parametrize("ended", TRUNCATED)
-def test_samples_that_were_cut_off_are_left_out_where_the_trainer_says_so_and_the_others_are_compared_without_them(
+def test_truncated_samples_are_left_out_of_group_and_comparison_if_configured(
     ended: Ending,
 ) -> None:
     members = [
@@ -98,7 +98,7 @@ def test_samples_that_were_cut_off_are_left_out_where_the_trainer_says_so_and_th
     assert alone.decisions[0].reason == "alone in its group"
 
 
-def test_who_is_left_alone_is_filtered() -> None:
+def test_single_remaining_sample_is_filtered() -> None:
     group = judged(sample(index=0, reward=1.0), sample(index=1, failure="lost"))
     assert outcomes(group) == [Outcome.FILTERED, Outcome.INFRA_FAILED]
 
@@ -106,18 +106,18 @@ def test_who_is_left_alone_is_filtered() -> None:
 @pytest.mark.parametrize(
     "rewards", [[1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3, 0.3], [1e9, 1e9 + 1e-3], [0.1 + 0.2 - 0.3, 0.0]]
 )
-def test_what_sums_of_floats_leave_is_no_difference(rewards: list[float]) -> None:
+def test_rounding_error_is_not_a_reward_difference(rewards: list[float]) -> None:
     group = judged(*(sample(index=index, reward=reward) for index, reward in enumerate(rewards)))
     assert outcomes(group) == [Outcome.FILTERED] * len(rewards)
 
 
 @pytest.mark.parametrize("rewards", [[1e-9, 0.0], [2e-7, 3e-7], [-1e-8, 1e-8], [1e-6, 1.1e-6]])
-def test_small_rewards_that_differ_teach(rewards: list[float]) -> None:
+def test_small_reward_differences_are_trained(rewards: list[float]) -> None:
     group = judged(*(sample(index=index, reward=reward) for index, reward in enumerate(rewards)))
     assert outcomes(group) == [Outcome.TRAINED] * len(rewards)
 
 
-def test_samples_of_versions_that_the_run_went_back_behind_are_superseded() -> None:
+def test_samples_of_rolled_back_versions_are_superseded() -> None:
     mixed = msgspec.structs.replace(sample(index=2), spans=(VersionSpan(1, 2, 5), VersionSpan(2, 3, 6)))
     members = [sample(index=0, version=2, reward=1.0), sample(index=1, version=7), mixed, sample(index=3, version=9)]
     group = judged(*members, version=9, abandoned=[(6, 8)])
@@ -125,7 +125,7 @@ def test_samples_of_versions_that_the_run_went_back_behind_are_superseded() -> N
     assert group.decisions[1].reason == "sampled under version 7; the run has gone back behind version 6"
 
 
-def test_what_training_raises_is_the_reason_of_those_it_was_for() -> None:
+def test_training_error_is_the_reason_of_its_samples() -> None:
     group = judged(sample(index=0, reward=1.0), sample(index=1), sample(index=2, failure="lost"))
     after = mark_failed(group, IndexError("no such row"))
     assert outcomes(after) == [Outcome.INFRA_FAILED] * 3 and not after.trained
@@ -141,16 +141,17 @@ def test_staleness_counts_from_the_oldest_token() -> None:
     assert staleness(msgspec.structs.replace(mixed, spans=()), 6) == 0
 
 
-def test_a_policy_that_the_run_has_gone_back_to_is_as_old_as_it_was() -> None:
-    """Version 5, published again as 11."""
+def test_policy_republished_by_a_rollback_keeps_its_age() -> None:
+    """Version 5 was republished as version 11."""
     members = [sample(index=0, version=5, reward=1.0), sample(index=1, version=3), sample(index=2, version=2)]
     group = judged(*members, version=11, abandoned=[(6, 10)])
     assert outcomes(group) == [Outcome.TRAINED, Outcome.TRAINED, Outcome.STALE]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(1, 4)), max_size=8), st.integers(0, 3))
-def test_staleness_counts_the_steps_that_made_the_policy(history: list[tuple[int, bool, int]], most: int) -> None:
-    """Steps, and going back by some of them; what is forgotten of that makes no stale sample fresh, nor the reverse."""
+def test_staleness_counts_the_optimizer_steps_of_the_policy(history: list[tuple[int, bool, int]], most: int) -> None:
+    """The history has steps and rollbacks; forgotten rollbacks make no stale sample fresh, and no fresh sample
+    stale."""
     steps_of, version = {0: 0}, 0
     abandoned: list[tuple[int, int]] = []
     kept: dict[int, tuple[tuple[int, int], ...]] = {0: ()}  # in the checkpoint of each version
@@ -199,7 +200,7 @@ def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
         ({}, ""),
     ],
 )
-def test_what_cannot_be_learned_from_says_why(change: dict[str, object], reason: str) -> None:
+def test_unusable_sample_has_a_reason(change: dict[str, object], reason: str) -> None:
     flaw = sample_error(msgspec.structs.replace(sample(), **change), vocabulary=50, context_tokens=6)
     assert reason in flaw if flaw else not reason
 
@@ -216,7 +217,9 @@ def test_what_cannot_be_learned_from_says_why(change: dict[str, object], reason:
         (sample(sampling=Sampling(top_p=0.9)), Outcome.FILTERED, "top_p 0.9"),
     ],
 )
-def test_what_no_step_can_hold_or_price_is_settled_before_one(one: Sample, outcome: Outcome, reason: str) -> None:
+def test_sample_too_large_or_without_probability_is_settled_before_the_step(
+    one: Sample, outcome: Outcome, reason: str
+) -> None:
     group = judged(one, sample(index=1, reward=1.0), sample(index=2, reward=0.0))
     assert outcomes(group) == [outcome, Outcome.TRAINED, Outcome.TRAINED]
     assert reason in group.decisions[0].reason

@@ -1,4 +1,4 @@
-"""No writer emits what a reader refuses: every record, at every bound of every field, goes through or is refused."""
+"""No writer emits a record that a reader refuses: at every bound of every field a record passes or is refused."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -35,11 +35,11 @@ from rose.schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES, PROMPT
 
 MOST_ELEMENTS = 3
-"""Elements of a drawn array or map: the largest records are tested by themselves."""
+"""Number of elements of a drawn array or map; the largest records have their own tests."""
 
 
 def around(least: float | None, most: float | None) -> list[int]:
-    """Numbers at, just within and just beyond two bounds."""
+    """Draw numbers at, just within and just beyond two bounds."""
     edges = [0, 1, -1, 2**53, 2**63 - 1, 2**63, 2**64, 2**70]
     for edge in (least, most):
         if edge is not None:
@@ -48,7 +48,7 @@ def around(least: float | None, most: float | None) -> list[int]:
 
 
 def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
-    """Values of a type and values that only look like it."""
+    """Draw values of a type and values that only look like it."""
     match kind:
         case inspect.Metadata():
             return drawn(kind.type)
@@ -95,7 +95,7 @@ def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
 
 @cache
 def fields_of(cls: type[Any]) -> Mapping[str, st.SearchStrategy[Any]]:
-    """What each field of a type is drawn from: made once, for to make it takes longer than to draw."""
+    """Return the strategy of each field of a type. The strategies are cached, because their construction is slow."""
     kind = inspect.type_info(cls)
     assert isinstance(kind, inspect.StructType)
     return {field.name: drawn(field.type) for field in kind.fields}
@@ -107,7 +107,7 @@ def structs(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def examples_with_one_field_drawn() -> st.SearchStrategy[Record]:
-    """A good record of which one field is anything."""
+    """Draw a valid record with one arbitrary field."""
 
     def changed(example: Record, field: str) -> st.SearchStrategy[Record]:
         return fields_of(type(example))[field].map(lambda value: msgspec.structs.replace(example, **{field: value}))
@@ -127,13 +127,13 @@ def assert_written_is_read(record: Record) -> None:
 @pytest.mark.slow
 @settings(max_examples=600, print_blob=True)
 @given(examples_with_one_field_drawn())
-def test_a_record_with_one_field_at_or_beyond_its_bounds_is_read_or_never_written(record: Record) -> None:
+def test_record_with_a_field_at_or_beyond_its_bounds_is_readable_or_never_written(record: Record) -> None:
     assert_written_is_read(record)
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(st.sampled_from(RECORDS).flatmap(structs))
-def test_a_record_of_anything_is_read_or_never_written(record: Record) -> None:
+def test_record_of_any_content_is_readable_or_never_written(record: Record) -> None:
     assert_written_is_read(record)
 
 
@@ -232,14 +232,14 @@ def largest_dispatch() -> TurnDispatch:
 @pytest.mark.parametrize(
     "record", [largest_sample(), largest_result(), REQUEST, largest_dispatch()], ids=lambda record: record.SCHEMA
 )
-def test_what_every_bound_allows_at_once_is_one_record(record: Record) -> None:
+def test_record_at_all_bounds_together_fits_one_message(record: Record) -> None:
     assert len(encode(record)) <= MAX_RECORD_BYTES
 
 
-def test_the_largest_request_that_a_newer_writer_may_send_leaves_its_dispatch_room_for_all_that_was_sampled() -> None:
-    said = msgspec.to_builtins(REQUEST, builtin_types=(bytes,))
-    framed = len(msgpack.packb(said | {"new": bytes(2**15)})) - 2**15
-    wider = said | {"new": bytes(TurnRequest.MAX_BYTES - framed)}
+def test_dispatch_of_the_largest_newer_request_fits_with_all_sampled_tokens() -> None:
+    known_fields = msgspec.to_builtins(REQUEST, builtin_types=(bytes,))
+    framed = len(msgpack.packb(known_fields | {"new": bytes(2**15)})) - 2**15
+    wider = known_fields | {"new": bytes(TurnRequest.MAX_BYTES - framed)}
     wire = msgpack.packb(wider)
     assert len(wire) == TurnRequest.MAX_BYTES and decode(TurnRequest, wire) == REQUEST
     sent = encode(msgspec.structs.replace(largest_dispatch(), asked=msgspec.Raw(wire)))
@@ -248,14 +248,14 @@ def test_the_largest_request_that_a_newer_writer_may_send_leaves_its_dispatch_ro
         decode(TurnRequest, msgpack.packb(wider | {"newer": 1}))
 
 
-@pytest.mark.parametrize("asked", [b"\xc0", b"\x80", encode(PROMPT)])
-def test_a_dispatch_of_what_is_no_request_is_refused(asked: bytes) -> None:
-    fields = msgpack.unpackb(encode(largest_dispatch())) | {"request": msgpack.unpackb(asked)}
+@pytest.mark.parametrize("request_bytes", [b"\xc0", b"\x80", encode(PROMPT)])
+def test_dispatch_of_an_invalid_request_is_refused(request_bytes: bytes) -> None:
+    fields = msgpack.unpackb(encode(largest_dispatch())) | {"request": msgpack.unpackb(request_bytes)}
     with pytest.raises(RecordError, match="what was asked is no turn-request"):
         decode(TurnDispatch, msgpack.packb(fields))
 
 
-def test_every_trajectory_of_a_group_has_an_id_that_every_record_takes() -> None:
+def test_every_trajectory_id_of_a_group_is_valid_in_every_record() -> None:
     key = TurnKey(trajectory_id(LONGEST_GROUP, MAX_GROUP_SIZE - 1), MAX_TURNS - 1, 2**16 - 1)
     assert decode(TurnDispatch, encode(largest_dispatch())).key == key
 
@@ -271,7 +271,7 @@ def test_every_trajectory_of_a_group_has_an_id_that_every_record_takes() -> None
     ],
     ids=["group id", "seed", "number", "text", "size"],
 )
-def test_a_prompt_that_no_reader_would_take_is_not_written(change: Mapping[str, Any]) -> None:
+def test_prompt_refused_by_readers_is_not_written(change: Mapping[str, Any]) -> None:
     with pytest.raises(RecordError):
         encode(msgspec.structs.replace(PROMPT, **change))
 
@@ -281,7 +281,7 @@ SAMPLE = next(example for example in EXAMPLES if isinstance(example, Sample))
 
 
 def nested(levels: int) -> dict[str, Any]:
-    """So many maps and lists within one another."""
+    """Return maps and lists nested to this depth."""
     found: Any = 1
     for level in range(levels - 1):
         found = [found] if level % 2 else {"n": found}
@@ -297,10 +297,10 @@ LOOSE: list[Callable[[Any], Record]] = [
 
 @pytest.mark.parametrize("holding", LOOSE, ids=["prompt", "group", "sample"])
 @pytest.mark.parametrize("encoding", [msgspec.msgpack.encode, msgspec.json.encode], ids=["msgpack", "json"])
-def test_what_is_read_on_one_stack_can_be_written_on_another(
+def test_nesting_limit_holds_for_reading_and_writing_at_any_stack_depth(
     holding: Callable[[Any], Record], encoding: Callable[[Record], bytes]
 ) -> None:
-    """A prompt as deep as the stack was opened, and its group could not be written a few calls further down."""
+    """A prompt as deep as the stack was once opened, and its group could not be written a few calls deeper."""
     allowed, deeper = holding(nested(MAX_NESTING)), holding(nested(MAX_NESTING + 1))
     assert encode(decode(type(allowed), encode(allowed))) == encode(allowed)
     with pytest.raises(RecordError, match="within one another"):
@@ -311,8 +311,8 @@ def test_what_is_read_on_one_stack_can_be_written_on_another(
 
 
 @pytest.mark.parametrize("levels", [MAX_NESTING, MAX_NESTING + 1, 900])
-def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_added(levels: int) -> None:
-    """It goes on as it came; one that was as deep as the stack ended every router that read it."""
+def test_accepted_request_can_be_dispatched_with_any_unknown_fields(levels: int) -> None:
+    """The request is forwarded unchanged; a request as deep as the stack ended every router that read it."""
     fields = msgspec.msgpack.decode(encode(REQUEST)) | {"of_the_future": nested(levels - 1)}
     wire = msgspec.msgpack.encode(fields)
     if levels > MAX_NESTING:
@@ -326,13 +326,14 @@ def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_ad
 
 @pytest.mark.parametrize("within", [False, True], ids=["of the request", "of what it holds"])
 @pytest.mark.parametrize("levels", [MAX_NESTING - 1, 900])
-def test_what_is_under_a_key_that_comes_again_counts(levels: int, within: bool) -> None:
-    """A reader keeps the last value of a key: what the ones before it hold was not seen, and ended every router."""
+def test_values_of_duplicate_keys_count_toward_the_nesting_limit(levels: int, within: bool) -> None:
+    """A reader keeps the last value of a key: nested values of earlier ones were once unchecked, and ended every
+    router."""
     fields = msgspec.msgpack.decode(encode(REQUEST))
     known = b"".join(msgspec.msgpack.encode(each) for pair in fields.items() for each in pair)
     twice = b"\xa1x" + msgspec.msgpack.encode(nested(levels - 1 - within)) + b"\xa1x\x01"
-    said = b"\xa1y\x82" + twice if within else twice
-    wire = b"\xde" + (len(fields) + 2 - within).to_bytes(2, "big") + known + said
+    encoded = b"\xa1y\x82" + twice if within else twice
+    wire = b"\xde" + (len(fields) + 2 - within).to_bytes(2, "big") + known + encoded
     assert msgspec.msgpack.decode(wire, type=TurnRequest) == REQUEST
     if levels > MAX_NESTING:
         with pytest.raises(RecordError, match="within one another"):
@@ -349,18 +350,21 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_a_request_as_large_as_what_is_known_of_it_is_looked_at_all_the_same(odd: bytes) -> None:
-    """What is put in the place of a default was not: routers took it in, and ended when they left its tokens out."""
+def test_request_of_the_known_size_is_still_checked_for_unknown_fields(odd: bytes) -> None:
+    """Fields in place of a default were once unchecked: routers accepted them, and ended when they left out the
+    tokens."""
     fields = msgspec.msgpack.decode(encode(REQUEST))
     del fields["chain"]
-    said = b"".join(msgspec.msgpack.encode(name) + msgspec.msgpack.encode(value) for name, value in fields.items())
-    wire = bytes([0x80 + len(fields) + 1]) + said + odd
+    encoded_fields = b"".join(
+        msgspec.msgpack.encode(name) + msgspec.msgpack.encode(value) for name, value in fields.items()
+    )
+    wire = bytes([0x80 + len(fields) + 1]) + encoded_fields + odd
     assert len(wire) == len(encode(REQUEST)) and msgspec.msgpack.decode(wire, type=TurnRequest) == REQUEST
     with pytest.raises(RecordError, match=TurnRequest.SCHEMA):
         decode(TurnRequest, wire)
 
 
-def test_lists_that_are_keys_are_no_way_around() -> None:
+def test_nested_list_keys_count_toward_the_nesting_limit() -> None:
     key: Any = ()
     for _ in range(MAX_NESTING):
         key = (key,)
@@ -368,7 +372,7 @@ def test_lists_that_are_keys_are_no_way_around() -> None:
         decode(Prompt, msgspec.msgpack.encode(msgspec.structs.replace(PROMPT, arguments={"n": {key: 1}})))
 
 
-def test_every_value_of_any_type_is_bounded() -> None:
+def test_every_value_of_every_type_is_bounded() -> None:
     def is_loose(kind: inspect.Type) -> bool:
         match kind:
             case inspect.AnyType():
@@ -390,6 +394,6 @@ def test_every_value_of_any_type_is_bounded() -> None:
     }
 
 
-def test_a_json_prompt_may_hold_a_seed_of_63_bits() -> None:
+def test_json_prompt_may_hold_a_seed_of_63_bits() -> None:
     wire = msgspec.json.encode(msgspec.structs.replace(PROMPT, seed=2**63 - 1))
     assert decode(Prompt, wire).seed == 2**63 - 1

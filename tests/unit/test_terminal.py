@@ -25,7 +25,7 @@ NASTY = "\x1b]0;mine\x07 [/opt/model] is none \x9b2J [bold]\u202etxt"
 
 
 @given(st.text())
-def test_nothing_steers_a_terminal_and_all_else_stays_as_it_was(text: str) -> None:
+def test_terminal_control_characters_are_escaped_and_other_text_is_unchanged(text: str) -> None:
     shown = escape_control_chars(text)
     assert all(each.isprintable() or each in "\t\n" for each in shown if ord(each) < 0xA0)
     assert escape_control_chars(shown) == shown
@@ -33,7 +33,7 @@ def test_nothing_steers_a_terminal_and_all_else_stays_as_it_was(text: str) -> No
         assert shown == text
 
 
-def test_what_others_wrote_is_said_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_external_text_is_escaped_and_printed_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
     print_line(NASTY)
     shown = "\\x1b]0;mine\\x07 [/opt/model] is none \\x9b2J [bold]\\u202etxt\n"
     assert capsys.readouterr().out == shown
@@ -41,18 +41,18 @@ def test_what_others_wrote_is_said_as_it_is(capsys: pytest.CaptureFixture[str]) 
     nothing: Any = None
     Screen(nothing, console, title="")._print(NASTY)
     console.print(*finding_lines([Finding(Severity.UNWELL, "executor-0", NASTY)]))
-    said, found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert f"{said}\n" == shown and found.endswith(shown.strip())
+    printed, found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"{printed}\n" == shown and found.endswith(shown.strip())
 
 
-def test_logs_are_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_have_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
     try:
         structlog.get_logger("test").warning("prompt_refused", reason=NASTY, home=3)
     finally:
         structlog.reset_defaults()
-    told = capsys.readouterr().err
-    assert "[/opt/model]" in told and "home=3" in told and "\x1b" not in told and "\x9b" not in told
+    errors = capsys.readouterr().err
+    assert "[/opt/model]" in errors and "home=3" in errors and "\x1b" not in errors and "\x9b" not in errors
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_logs_are_harmless(capsys: pytest.CaptureFixture[str]) -> None:
         (errno.ECONNREFUSED, None, None),
     ],
 )
-def test_what_is_wrong_with_a_file_or_a_disk_is_a_sentence_and_nothing_else_is(
+def test_file_and_disk_errors_are_one_sentence_and_other_errors_are_not(
     number: int, file: str | None, status: int | None
 ) -> None:
     refused = file_error(OSError(number, "why", file))
@@ -100,7 +100,7 @@ def ran(words: str, *, cwd: Path = ROOT, python: str = "", **variables: str) -> 
         ("config | true", 0),
     ],
 )
-def test_streams_that_are_closed_or_full_change_no_status_and_end_in_no_traceback(words: str, status: int) -> None:
+def test_closed_or_full_streams_change_no_exit_status_and_print_no_traceback(words: str, status: int) -> None:
     done = ran(words)
     assert done.returncode == status
     assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
@@ -108,13 +108,13 @@ def test_streams_that_are_closed_or_full_change_no_status_and_end_in_no_tracebac
         assert done.stderr.count(b"\n") == 1 and b"No space left on device" in done.stderr
 
 
-def test_what_a_locale_has_no_letter_for_is_an_escape_that_toml_reads_back() -> None:
+def test_character_outside_the_locale_is_printed_as_a_toml_escape() -> None:
     done = ran("config --set tasks.environment='\u00e9\u732b\U0001f408:K'", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert tomllib.loads(done.stdout.decode("ascii"))["tasks"]["environment"] == "\u00e9\u732b\U0001f408:K"
 
 
-def test_a_folder_that_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_missing_working_directory_is_reported_in_one_sentence(tmp_path: Path) -> None:
     done = ran(f"--help >/dev/null; mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir {tmp_path}/gone; {ROSE} up")
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"rose: ")
 
@@ -125,18 +125,18 @@ def test_help_and_records_are_described_the_same_without_docstrings(words: str) 
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "3601", "-1"])
-def test_a_drain_within_no_time_that_it_may_take_is_refused_by_its_option(seconds: str) -> None:
+def test_drain_with_an_invalid_time_is_refused_by_its_option(seconds: str) -> None:
     done = ran(f"drain w --within {seconds}")
     assert done.returncode == 2 and b"--within" in done.stderr and b"finish_seconds" not in done.stderr
 
 
-def test_a_grant_that_cannot_be_made_names_its_option() -> None:
+def test_impossible_grant_names_its_option() -> None:
     done = ran("grant w --kv-bytes 99999999999999999999")
     assert done.returncode == 2 and b"--kv-bytes" in done.stderr and b"$" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["settle g:0", "drain w", "grant w --no-lend"])
-def test_a_reason_that_is_no_text_is_refused_in_a_sentence(command: str) -> None:
+def test_non_text_reason_is_refused_in_one_sentence(command: str) -> None:
     done = ran(f"{command} --reason $(printf '\\377')", LC_ALL="C.UTF-8")
     assert (done.returncode, done.stderr.count(b"\n")) == (2, 1), done.stderr
     assert b"--reason is not UTF-8 text" in done.stderr
@@ -156,7 +156,7 @@ main()
 """
 
 
-def test_a_command_that_is_interrupted_while_it_starts_says_nothing() -> None:
+def test_command_interrupted_during_its_start_prints_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", AT_THE_FIRST_IMPORT], cwd=ROOT, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
@@ -171,7 +171,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_stream_that_was_closed_is_there_for_children_too(closed: str) -> None:
+def test_stream_closed_at_the_start_is_open_for_child_processes(closed: str) -> None:
     command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, INHERITS]
     subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
 
@@ -190,7 +190,7 @@ for _ in range(3):
 """
 
 
-def test_a_program_goes_on_when_the_reader_of_its_log_has_gone() -> None:
+def test_program_continues_after_its_log_reader_has_gone() -> None:
     reads, writes = os.pipe()
     with subprocess.Popen([sys.executable, "-c", LOGS], cwd=ROOT, stdin=subprocess.PIPE, stderr=writes) as program:
         os.close(writes)

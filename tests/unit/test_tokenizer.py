@@ -1,4 +1,4 @@
-"""A tokenizer reads a text as the policy was trained to, whatever its file remembers of how it was used last."""
+"""A tokenizer reads a text as in training, whatever state of its last use its file has."""
 
 import json
 from collections.abc import Callable
@@ -35,9 +35,7 @@ REMEMBERED: dict[str, Callable[[Tokenizer], object]] = {
 
 
 @pytest.mark.parametrize("remembers", REMEMBERED.values(), ids=REMEMBERED.keys())
-def test_what_a_tokenizer_remembers_of_its_last_use_changes_no_observation(
-    tmp_path: Path, remembers: Callable[[Tokenizer], object]
-) -> None:
+def test_tokenizer_state_changes_no_observation(tmp_path: Path, remembers: Callable[[Tokenizer], object]) -> None:
     fresh = TurnFormat(folder(tmp_path / "fresh", byte_level(), CHATML)).observation_tokens(TEXT, first=False)
     used = byte_level()
     remembers(used)
@@ -46,7 +44,7 @@ def test_what_a_tokenizer_remembers_of_its_last_use_changes_no_observation(
     assert [turns.observation_tokens(TEXT, first=False) for _ in range(3)] == [fresh] * 3
 
 
-def test_a_tokenizer_has_all_its_tokens_however_it_is_loaded(tmp_path: Path) -> None:
+def test_tokenizer_has_all_tokens_by_every_loader(tmp_path: Path) -> None:
     file = folder(tmp_path, byte_level()) / "tokenizer.json"
     whole, loaded = Tokenizer.from_file(str(file)), load_tokenizer(file, special=["words"])
     assert loaded.get_vocab(with_added_tokens=True) == whole.get_vocab(with_added_tokens=True)
@@ -54,7 +52,7 @@ def test_a_tokenizer_has_all_its_tokens_however_it_is_loaded(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b'{"model": []}', b'{"model": {"type": "Unheard"}}'])
-def test_a_file_that_is_no_tokenizer_is_one_sentence(tmp_path: Path, content: bytes | None) -> None:
+def test_invalid_tokenizer_file_is_reported_in_one_sentence(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json is no readable tokenizer") as refused:
@@ -68,11 +66,11 @@ def test_a_tokenizer_in_mistrals_own_format_alone_is_refused_with_the_fix(tmp_pa
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_dropout_of_an_older_file_without_that_field_is_no_matter(tmp_path: Path) -> None:
+def test_old_tokenizer_file_without_a_dropout_field_is_accepted(tmp_path: Path) -> None:
     file = folder(tmp_path, byte_level()) / "tokenizer.json"
-    said = json.loads(file.read_bytes())
-    del said["model"]["dropout"], said["post_processor"], said["truncation"]
-    file.write_text(json.dumps(said), encoding="utf-8")
+    tokenizer_json = json.loads(file.read_bytes())
+    del tokenizer_json["model"]["dropout"], tokenizer_json["post_processor"], tokenizer_json["truncation"]
+    file.write_text(json.dumps(tokenizer_json), encoding="utf-8")
     assert load_tokenizer(file).encode(TEXT).ids == byte_level().encode(TEXT).ids
 
 

@@ -1,4 +1,4 @@
-"""A trajectory is one trace, and what its records say are its spans."""
+"""A trajectory is one trace, and its records are its spans."""
 
 import socket
 import subprocess
@@ -31,7 +31,7 @@ def example(kind: type[R], **changes: object) -> R:
     return msgspec.structs.replace(found, **changes)
 
 
-def test_every_process_derives_the_same_trace_and_another_span_of_each_hop() -> None:
+def test_every_process_derives_the_same_trace_id_and_distinct_span_ids() -> None:
     request = example(TurnRequest)
     name = request.trajectory_id
     dispatch = example(TurnDispatch)
@@ -43,23 +43,33 @@ def test_every_process_derives_the_same_trace_and_another_span_of_each_hop() -> 
     assert (TRACE_HEADER, parents[0].encode()) in headers_of(request, name)
 
 
-def test_a_trace_has_the_id_that_anybody_computes_from_the_document() -> None:
+def test_trace_id_follows_the_documented_formula() -> None:
     assert trace_id("g-1:3") == "8933e23f096354354b79898ece4f1d4c", "b2sum -l 128"
 
 
-def test_hops_lie_under_one_another_and_say_what_they_cost() -> None:
+def test_spans_are_nested_and_have_their_durations() -> None:
     times = TurnTimes(received_at=10.0, first_token_at=10.5, finished_at=12.0)
     request = example(TurnRequest, requested_at=1.0)
     dispatch = example(TurnDispatch, queued_at=2.0, dispatched_at=3.0)
     key = {"trajectory_id": request.trajectory_id, "turn": request.turn, "attempt": dispatch.attempt}
     result = example(TurnResult, **key, times=times, worker="executor-0", outcome=TurnOutcome.COMPLETED)
-    (asked,) = spans_of_written(request, TOPIC, 1.5)
+    (request_span,) = spans_of_written(request, TOPIC, 1.5)
     (sent,) = spans_of_written(dispatch, TOPIC, 9.0)
     (ran,) = spans_of_written(result, TOPIC, 13.0)
     taken = span_of_applied(result, TOPIC, began=14.0, now=15.0)
-    assert [hop.parent for hop in (asked, sent, ran, taken)] == [TRAJECTORY, asked.span, sent.span, ran.span]
-    assert [(hop.begins, hop.ends) for hop in (asked, sent, ran, taken)] == [(1, 1.5), (2, 3), (10, 12), (14, 15)]
-    assert [hop.kind for hop in (asked, sent, ran, taken)] == [
+    assert [hop.parent for hop in (request_span, sent, ran, taken)] == [
+        TRAJECTORY,
+        request_span.span,
+        sent.span,
+        ran.span,
+    ]
+    assert [(hop.begins, hop.ends) for hop in (request_span, sent, ran, taken)] == [
+        (1, 1.5),
+        (2, 3),
+        (10, 12),
+        (14, 15),
+    ]
+    assert [hop.kind for hop in (request_span, sent, ran, taken)] == [
         SpanKind.PRODUCER,
         SpanKind.PRODUCER,
         SpanKind.INTERNAL,
@@ -67,17 +77,17 @@ def test_hops_lie_under_one_another_and_say_what_they_cost() -> None:
     ]
     assert ran.attributes["gen_ai.usage.output_tokens"] == len(result.tokens) // 4
     assert ran.attributes["gen_ai.response.time_to_first_chunk"] == 0.5
-    assert (asked.name, taken.name) == (f"send {TOPIC}", f"process {TOPIC}")
+    assert (request_span.name, taken.name) == (f"send {TOPIC}", f"process {TOPIC}")
 
 
-def test_a_turn_that_the_router_gave_up_failed_under_its_request() -> None:
+def test_turn_failed_by_the_router_has_a_failed_span_under_its_request() -> None:
     result = example(TurnResult, worker=None, outcome=TurnOutcome.FAILED, reason="patience ran out")
     (hop,) = spans_of_written(result, TOPIC, 5.0)
     assert hop.parent == f"request/{result.turn}"
     assert hop.failure == "patience ran out"
 
 
-def test_the_end_of_a_trajectory_is_its_own_span_and_the_samples() -> None:
+def test_end_of_a_trajectory_has_its_own_span_and_the_sample_span() -> None:
     sample = example(Sample)
     whole, sent = spans_of_written(sample, TOPIC, sample.completed_at + 1)
     assert (whole.span, whole.parent, sent.parent) == (TRAJECTORY, "", TRAJECTORY)
@@ -87,7 +97,7 @@ def test_the_end_of_a_trajectory_is_its_own_span_and_the_samples() -> None:
     assert settled.attributes["rose.outcome"] == outcome.outcome.value
 
 
-def test_a_collector_gets_the_spans_under_the_ids_that_the_headers_say() -> None:
+def test_collector_receives_spans_with_the_ids_of_the_headers() -> None:
     request, sample = example(TurnRequest), example(Sample, failure="the environment ended", reward=None)
     with collector() as found:
         with tracing.export_traces(found.endpoint, 1.0, role="environment-0"):
@@ -95,17 +105,17 @@ def test_a_collector_gets_the_spans_under_the_ids_that_the_headers_say() -> None
             tracing.exporter.on_written(request, TOPIC)
             tracing.exporter.on_written(sample, TOPIC)
         assert tracing.exporter is None
-    asked = next(span for span in found.spans if span.trace == trace_id(request.trajectory_id))
+    request_span = next(span for span in found.spans if span.trace == trace_id(request.trajectory_id))
     header = dict(headers_of(request, request.trajectory_id))[TRACE_HEADER].decode()
-    assert header == f"00-{asked.trace}-{asked.span}-01"
-    assert asked.under == span_id(request.trajectory_id, TRAJECTORY)
-    assert (asked.kind, asked.service) == ("SPAN_KIND_PRODUCER", "rose-environment")
-    assert asked.attributes["messaging.message.conversation_id"] == request.trajectory_id
+    assert header == f"00-{request_span.trace}-{request_span.span}-01"
+    assert request_span.under == span_id(request.trajectory_id, TRAJECTORY)
+    assert (request_span.kind, request_span.service) == ("SPAN_KIND_PRODUCER", "rose-environment")
+    assert request_span.attributes["messaging.message.conversation_id"] == request.trajectory_id
     (whole,) = [span for span in found.spans if not span.under]
     assert whole.failed and whole.name == f"invoke_agent {sample.environment}"
 
 
-def test_no_process_stays_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_does_not_wait_for_a_silent_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.05)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -117,7 +127,7 @@ def test_no_process_stays_for_a_collector_that_does_not_answer(monkeypatch: pyte
     sending.join()
 
 
-def test_a_time_that_somebody_made_up_spoils_no_spans_of_others() -> None:
+def test_forged_timestamp_does_not_spoil_other_spans() -> None:
     request, sample = example(TurnRequest), example(Sample)
     times = TurnTimes(**dict.fromkeys(TurnTimes.__struct_fields__, 253_402_300_799.0))
     turns = tuple(msgspec.structs.replace(turn, times=times) for turn in sample.turns)
@@ -131,7 +141,7 @@ def test_a_time_that_somebody_made_up_spoils_no_spans_of_others() -> None:
     assert all(span.begins <= span.ends < 2**62 for span in found.spans)
 
 
-def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
+def test_sampled_trajectories_are_traced_completely() -> None:
     names = [f"group:{index}" for index in range(200)]
     with collector() as found, tracing.export_traces(found.endpoint, 0.5, role="router-0"):
         assert tracing.exporter is not None
@@ -144,7 +154,7 @@ def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
     assert 60 < len(found.traces) < 140
 
 
-def test_what_exports_no_traces_imports_nothing_for_them() -> None:
+def test_process_without_traces_imports_no_tracing_library() -> None:
     found = "import sys, rose.pipeline.cli.roles, rose.topics.writer; print('opentelemetry' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

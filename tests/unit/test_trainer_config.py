@@ -1,4 +1,4 @@
-"""The configurations of the trainer, of weights and of executors refuse what makes no sense."""
+"""The configurations of trainer, weights and executors refuse inconsistent values."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ def config(**change: Any) -> TrainerConfig:
     return TrainerConfig(model_folder=Path("model"), run_folder=Path("runs/demo"), **change)
 
 
-def test_checkpoints_lie_in_the_run_unless_said_otherwise() -> None:
+def test_checkpoints_are_in_the_run_folder_by_default() -> None:
     assert config().checkpoints == Path("runs/demo/checkpoints")
     assert config(checkpoint_folder=Path("far")).checkpoints == Path("far")
 
@@ -33,7 +33,7 @@ def test_checkpoints_lie_in_the_run_unless_said_otherwise() -> None:
         {"truncated": "drop"},
     ],
 )
-def test_a_value_out_of_its_range_is_named(change: dict[str, Any]) -> None:
+def test_value_out_of_range_is_named(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         config(**change)
 
@@ -43,7 +43,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     WeightsConfig: {},
     ExecutorConfig: {"model_folder": Path("model")},
 }
-"""What each cannot do without."""
+"""Required settings of each configuration."""
 
 
 def numbers_of(section: type) -> list[str]:
@@ -55,12 +55,12 @@ NUMBERS = [(section, name) for section in SECTIONS for name in numbers_of(sectio
 
 @pytest.mark.parametrize(("section", "name"), NUMBERS, ids=[f"{section.__name__}.{name}" for section, name in NUMBERS])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, 1e300, 2**70])
-def test_every_number_has_two_ends(section: Any, name: str, value: float) -> None:
+def test_every_number_has_both_bounds(section: Any, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be"):
         section(**SECTIONS[section], **{name: value})
 
 
-def test_every_seed_that_is_taken_is_one_that_torch_takes() -> None:
+def test_every_accepted_seed_is_valid_for_torch() -> None:
     for seed in (0, 2**63 - 1):
         torch.manual_seed(config(seed=seed).seed)
     with pytest.raises(ValueError, match=r"seed must be from 0 to 2\^63 - 1"):
@@ -77,6 +77,6 @@ def test_every_seed_that_is_taken_is_one_that_torch_takes() -> None:
         {"heartbeat_seconds": 0.0},
     ],
 )
-def test_an_executor_that_could_not_say_how_it_stands_is_not_configured(change: dict[str, Any]) -> None:
+def test_executor_with_settings_beyond_the_heartbeat_bounds_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         ExecutorConfig(model_folder=Path("model"), **change)

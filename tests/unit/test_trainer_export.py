@@ -1,4 +1,4 @@
-"""The exported folder is whole, and its owner's to write, however the folder which the run began with is kept."""
+"""The exported folder is complete and writable by its owner, for any permissions of the initial folder."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ OWNERS = stat.S_IRUSR | stat.S_IWUSR
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A model folder that nobody may write to."""
+    """A read-only model folder."""
     folder = tmp_path / "kept"
     tiny_policy("qwen3", folder)
     (folder / "deep").mkdir()
@@ -38,9 +38,7 @@ def tensors(kept: Path) -> FolderTensors:
     return FolderTensors(load_policy(kept), kept)
 
 
-def test_a_model_that_nobody_may_write_to_is_exported_again_and_again(
-    kept: Path, tensors: FolderTensors, tmp_path: Path
-) -> None:
+def test_read_only_model_can_be_exported_repeatedly(kept: Path, tensors: FolderTensors, tmp_path: Path) -> None:
     target = tmp_path / "exported"
     for step in (1, 2):
         with torch.no_grad():
@@ -52,12 +50,12 @@ def test_a_model_that_nobody_may_write_to_is_exported_again_and_again(
         assert files == as_it_was | {"model.safetensors"}
         assert all((target / name).read_bytes() == (kept / name).read_bytes() for name in as_it_was)
         assert load_file(target / "model.safetensors")["model.norm.weight"].eq(step).all()
-        for path in (target, *found.values()):  # root, as whom tests may run, may write whatever the modes are
+        for path in (target, *found.values()):  # root, as whom tests may run, may write at any mode
             assert path.stat().st_mode & OWNERS == OWNERS, path
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "exported"}
 
 
-def test_a_run_whose_folder_lies_in_that_of_its_model_is_exported(tmp_path: Path) -> None:
+def test_run_inside_its_model_folder_is_exported(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     tiny_policy("qwen3", folder)
     (folder / "runs" / "first" / "checkpoints").mkdir(parents=True)
@@ -66,7 +64,7 @@ def test_a_run_whose_folder_lies_in_that_of_its_model_is_exported(tmp_path: Path
     assert exported == {path.name for path in folder.iterdir()} - {"runs"}
 
 
-def test_what_an_export_that_was_cut_short_has_left_is_replaced(tensors: FolderTensors, tmp_path: Path) -> None:
+def test_remains_of_an_interrupted_export_are_replaced(tensors: FolderTensors, tmp_path: Path) -> None:
     target = tmp_path / "exported"
     (tmp_path / "exported.partial").mkdir()
     (tmp_path / "exported.partial" / "half").touch()
@@ -74,7 +72,7 @@ def test_what_an_export_that_was_cut_short_has_left_is_replaced(tensors: FolderT
     assert not (target / "half").exists()
 
 
-def test_what_is_no_part_of_a_model_fails_no_export_and_leads_nowhere_else(tmp_path: Path) -> None:
+def test_foreign_files_and_links_do_not_fail_an_export(tmp_path: Path) -> None:
     folder, elsewhere, target = tmp_path / "model", tmp_path / "elsewhere", tmp_path / "exported"
     tiny_policy("qwen3", folder)
     tensors = FolderTensors(load_policy(folder), folder)

@@ -1,4 +1,4 @@
-"""The learning-rate schedule: its shape, and that a resumed run has the rates of one that was not interrupted."""
+"""The learning-rate schedule: its shape, and equal rates of a resumed and an uninterrupted run."""
 
 import copy
 from dataclasses import replace
@@ -31,7 +31,7 @@ def config_of(**change: Any) -> TrainerConfig:
 
 
 def rates_of(config: TrainerConfig, *, steps: int, after: int = 0) -> list[float]:
-    """The learning rates of some steps of a run that begins or is resumed after so many."""
+    """Return the learning rates of some steps of a run that starts or resumes after a number of steps."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.123)
     schedule = make_schedule(optimizer, config, steps=after)
     rates = []
@@ -72,9 +72,7 @@ def test_schedule_has_the_documented_shape(change: dict[str, Any], ratios: list[
 
 
 @given(CONFIGS, st.integers(0, 20))
-def test_resumed_schedule_has_exactly_the_rates_of_one_that_was_not_interrupted(
-    config: TrainerConfig, after: int
-) -> None:
+def test_resumed_schedule_has_the_rates_of_an_uninterrupted_schedule(config: TrainerConfig, after: int) -> None:
     assert rates_of(config, steps=5, after=after) == rates_of(config, steps=after + 5)[after:]
 
 
@@ -97,7 +95,7 @@ def test_ratio_stays_between_floor_and_one_once_the_warm_up_is_over(config: Trai
         ({"algorithm": ""}, "algorithm must be"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(change: dict[str, Any], says: str) -> None:
+def test_inconsistent_settings_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         config_of(**change)
 
@@ -108,7 +106,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_of(numbers: list[int]) -> list[list[SelectedGroup]]:
-    """One group a step."""
+    """Return steps of one group each."""
     samples = sorted(make_samples(), key=lambda one: one.trajectory_id)
     rules = SelectionRules(max_staleness=100, vocabulary=40, context_tokens=64)
     return [
@@ -120,7 +118,7 @@ def steps_of(numbers: list[int]) -> list[list[SelectedGroup]]:
 
 
 def train(learner: Learner, steps: list[list[SelectedGroup]]) -> list[float]:
-    """The learning rates of these steps."""
+    """Return the learning rates of these steps."""
     return [learner.learn(copy.copy(groups), 1, undo=raises)[1].learning_rate for groups in steps]
 
 
@@ -150,7 +148,7 @@ def weights_of(learner: Learner) -> torch.Tensor:
 def test_checkpoint_restores_the_schedule_and_new_settings_apply_from_its_step_on(
     policy_folder: Path, tmp_path: Path
 ) -> None:
-    """The filtered group gives a step that is not counted."""
+    """The filtered group gives an uncounted step."""
     config = TrainerConfig(
         model_folder=policy_folder,
         run_folder=tmp_path,

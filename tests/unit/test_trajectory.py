@@ -1,4 +1,4 @@
-"""A trajectory's core: one application a turn, one end, and the same state from the log as from the life."""
+"""A trajectory's core: each turn is applied once, the trajectory ends once, and the log gives the live state."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_o
 
 
 @dataclass
-class Life:
-    """One home, lived by the core; its log beside it, as the bus would hold it."""
+class HomeRun:
+    """One home, driven by its core, with its log."""
 
     snapshots: list[tuple[str, EnvSnapshot | None]] = field(default_factory=list)
     progress: list[tuple[str, TrajectoryProgress | None]] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Life:
     applied: list[TurnResult] = field(default_factory=list)
     now: float = 10.0
     lag: int = 2
-    """How far behind the worker's knowledge of the end of the requests may be."""
+    """Lag of the worker's knowledge of the end of the requests."""
 
     def commit(self, trajectory_id: str, written: OutgoingRecords) -> None:
-        """What a transaction puts on the log, through the wire."""
+        """Write a transaction to the log, through the wire format."""
         if written.snapshot is not None:
             self.snapshots.append((trajectory_id, decode(EnvSnapshot, written.snapshot.wire)))
         if written.request is not None:
@@ -72,7 +72,7 @@ class Life:
         self.commit(trajectory.trajectory_id, first_request(trajectory, RULES, self.now))
 
     def arrives(self, result: TurnResult) -> None:
-        """A result is stored, and read at once."""
+        """Store a result and read it at once."""
         offset = len(self.results)
         self.results.append(result)
         trajectory = self.trajectories.get(result.trajectory_id)
@@ -91,7 +91,7 @@ class Life:
             self.stepping[trajectory.trajectory_id] = (offset, result)
 
     def steps(self, trajectory_id: str, step: StepResult | None) -> None:
-        """The environment has answered; None is a failure."""
+        """Apply an answer of the environment; None is a failure."""
         offset, result = self.stepping.pop(trajectory_id)
         trajectory = self.trajectories[trajectory_id]
         self.now += 1.0
@@ -108,7 +108,7 @@ class Life:
         self.commit(trajectory_id, written)
 
     def recovered(self, *, without_results: int | None = None, without_requests: int | None = None) -> Recovery:
-        """As who takes the home over reads it back: the newest records, and what they name."""
+        """Recover the home as a new owner: the newest records, and the records that they name."""
         recovery = Recovery(Home(0, homes=1))
         prompt = opened(prompt_of()).prompt
         recovery.on_group(
@@ -154,9 +154,9 @@ EVENTS = st.lists(
 )
 
 
-def lived(events: list[tuple[Any, ...]]) -> Iterator[Life]:
-    """A life, after each of its events. Results come for the present turn and for turns that have passed."""
-    life = Life()
+def lived(events: list[tuple[Any, ...]]) -> Iterator[HomeRun]:
+    """Yield a run after each of its events. Results arrive for the current turn and for past turns."""
+    home_run = HomeRun()
     attempts = 0
     unopened = {0, 1, 2}
     for event in [*events, ("open", 0), ("open", 1), ("open", 2)]:
@@ -164,89 +164,89 @@ def lived(events: list[tuple[Any, ...]]) -> Iterator[Life]:
         if event[1] in unopened:
             if event[0] == "open":
                 unopened.discard(event[1])
-                life.open(event[1])
+                home_run.open(event[1])
         elif event[0] == "result":
             _, _, back, outcome, tokens = event
-            trajectory = life.trajectories.get(trajectory_id) or opened(prompt_of(), event[1])
+            trajectory = home_run.trajectories.get(trajectory_id) or opened(prompt_of(), event[1])
             attempts += 1
             turn = max(0, trajectory.turn - back // 2)
-            life.arrives(result_of(trajectory, turn=turn, attempt=attempts, outcome=outcome, tokens=tokens))
-        elif event[0] == "torn" and trajectory_id in life.trajectories:
-            trajectory = life.trajectories[trajectory_id]
+            home_run.arrives(result_of(trajectory, turn=turn, attempt=attempts, outcome=outcome, tokens=tokens))
+        elif event[0] == "torn" and trajectory_id in home_run.trajectories:
+            trajectory = home_run.trajectories[trajectory_id]
             turn = max(0, trajectory.turn - event[2])
-            life.arrives(
+            home_run.arrives(
                 result_of(trajectory, turn=turn, tokens=(), outcome=TurnOutcome.REFUSED, refusal=Refusal.CONTEXT)
             )
-        elif trajectory_id in life.stepping and event[0] in ("step", "break"):
+        elif trajectory_id in home_run.stepping and event[0] in ("step", "break"):
             if event[0] == "step":
                 _, _, reward, state, done = event
-                life.steps(trajectory_id, stepped(reward=reward, done=done, state=state))
-            elif len(life.applied) % 3 == 0:
-                life.steps(trajectory_id, None)
-        yield life
+                home_run.steps(trajectory_id, stepped(reward=reward, done=done, state=state))
+            elif len(home_run.applied) % 3 == 0:
+                home_run.steps(trajectory_id, None)
+        yield home_run
 
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_the_state_built_from_the_log_is_the_state_that_lived(events: list[tuple[Any, ...]]) -> None:
-    for life in lived(events):
-        trajectories, cannot, strays = life.recovered().finish(RULES.max_context_tokens)
+def test_state_rebuilt_from_the_log_equals_the_live_state(events: list[tuple[Any, ...]]) -> None:
+    for home_run in lived(events):
+        trajectories, cannot, strays = home_run.recovered().finish(RULES.max_context_tokens)
         assert cannot == [] == strays
-        assert trajectories == life.trajectories
+        assert trajectories == home_run.trajectories
 
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_every_request_leads_to_its_whole_context_by_what_is_kept(events: list[tuple[Any, ...]]) -> None:
+def test_every_request_resolves_to_its_whole_context_from_retained_records(events: list[tuple[Any, ...]]) -> None:
     present: dict[str, TurnRequest] = {}
-    for life in lived(events):
-        present |= {request.trajectory_id: request for request in life.requests}
-        for name, trajectory in life.trajectories.items():
-            kept = {offset: each for offset, each in enumerate(life.requests) if offset >= trajectory.needs_from}
-            if name not in life.stepping:
+    for home_run in lived(events):
+        present |= {request.trajectory_id: request for request in home_run.requests}
+        for name, trajectory in home_run.trajectories.items():
+            kept = {offset: each for offset, each in enumerate(home_run.requests) if offset >= trajectory.needs_from}
+            if name not in home_run.stepping:
                 assert assemble_context(present[name], kept) == trajectory.tokens
 
 
-def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
-    life = Life()
-    life.open(0)
-    trajectory = life.trajectories["g:0"]
+def test_chain_ends_at_its_bound_and_restarts_with_an_anchor() -> None:
+    home_run = HomeRun()
+    home_run.open(0)
+    trajectory = home_run.trajectories["g:0"]
     trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.from_sampling(RULES.sampling))
     for _ in range(MAX_CHAIN + 20):
-        life.arrives(result_of(trajectory, tokens=(7, 2)))
-        life.steps("g:0", stepped())
-    links = dict(enumerate(life.requests))
-    assert max(len(request.chain) for request in life.requests) <= MAX_CHAIN
-    assert sum(request.is_anchor for request in life.requests) > 1
-    assert all(count(assemble_context(request, links)) == request.context_tokens for request in life.requests)
+        home_run.arrives(result_of(trajectory, tokens=(7, 2)))
+        home_run.steps("g:0", stepped())
+    links = dict(enumerate(home_run.requests))
+    assert max(len(request.chain) for request in home_run.requests) <= MAX_CHAIN
+    assert sum(request.is_anchor for request in home_run.requests) > 1
+    assert all(count(assemble_context(request, links)) == request.context_tokens for request in home_run.requests)
 
 
 @given(st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=12))
-def test_no_request_contradicts_itself_wherever_those_before_it_lie(offsets: list[int | None]) -> None:
-    """A broker that lost its newest records gives their offsets again."""
-    life = Life()
-    life.open(0)
-    trajectory = life.trajectories["g:0"]
+def test_requests_are_consistent_at_any_offsets_of_their_chain(offsets: list[int | None]) -> None:
+    """A broker that lost its newest records assigns their offsets again."""
+    home_run = HomeRun()
+    home_run.open(0)
+    trajectory = home_run.trajectories["g:0"]
     trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.from_sampling(RULES.sampling))
     for offset in offsets:
         trajectory.request_offset = offset
-        life.arrives(result_of(trajectory, tokens=(7, 2)))
-        life.steps("g:0", stepped())
-        assert life.requests[-1].validation_error is None
+        home_run.arrives(result_of(trajectory, tokens=(7, 2)))
+        home_run.steps("g:0", stepped())
+        assert home_run.requests[-1].validation_error is None
 
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tuple[Any, ...]]) -> None:
-    for life in lived(events):
-        trajectories, _, _ = life.recovered().finish(RULES.max_context_tokens)
+def test_new_owner_accepts_the_already_accepted_results(events: list[tuple[Any, ...]]) -> None:
+    for home_run in lived(events):
+        trajectories, _, _ = home_run.recovered().finish(RULES.max_context_tokens)
         accepted: dict[str, TurnResult] = {}
-        for result in life.results[life.inputs.low_water :]:
+        for result in home_run.results[home_run.inputs.low_water :]:
             trajectory = trajectories.get(result.trajectory_id)
             if trajectory is not None and trajectory.classify(result) is ResultVerdict.APPLY:
                 trajectory.applying = True
                 accepted[result.trajectory_id] = result
-        assert accepted == {trajectory_id: result for trajectory_id, (_, result) in life.stepping.items()}
+        assert accepted == {trajectory_id: result for trajectory_id, (_, result) in home_run.stepping.items()}
 
 
 @settings(max_examples=200)
@@ -254,31 +254,31 @@ def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tupl
 def test_every_turn_applies_the_first_completed_result_and_every_trajectory_ends_once(
     events: list[tuple[Any, ...]],
 ) -> None:
-    life = Life()
-    for life in lived(events):  # noqa: B007 - its last state
+    home_run = HomeRun()
+    for home_run in lived(events):  # noqa: B007 - its last state
         pass
-    while life.trajectories:
-        for trajectory in list(life.trajectories.values()):
-            if trajectory.trajectory_id not in life.stepping:
-                life.arrives(result_of(trajectory))
-            life.steps(trajectory.trajectory_id, stepped())
+    while home_run.trajectories:
+        for trajectory in list(home_run.trajectories.values()):
+            if trajectory.trajectory_id not in home_run.stepping:
+                home_run.arrives(result_of(trajectory))
+            home_run.steps(trajectory.trajectory_id, stepped())
     firsts: dict[tuple[str, int], TurnResult] = {}
-    for result in life.results:
+    for result in home_run.results:
         if result.outcome is TurnOutcome.COMPLETED:
             firsts.setdefault((result.trajectory_id, result.turn), result)
-    assert len({(result.trajectory_id, result.turn) for result in life.applied}) == len(life.applied)
-    assert all(firsts[result.trajectory_id, result.turn] == result for result in life.applied)
-    assert sorted(sample.trajectory_id for sample in life.samples) == ["g:0", "g:1", "g:2"]
-    for sample in life.samples:
+    assert len({(result.trajectory_id, result.turn) for result in home_run.applied}) == len(home_run.applied)
+    assert all(firsts[result.trajectory_id, result.turn] == result for result in home_run.applied)
+    assert sorted(sample.trajectory_id for sample in home_run.samples) == ["g:0", "g:1", "g:2"]
+    for sample in home_run.samples:
         assert_whole(sample)
         assert (sample.reward is None) == bool(sample.failure)
-        mine = [result for result in life.applied if result.trajectory_id == sample.trajectory_id]
+        mine = [result for result in home_run.applied if result.trajectory_id == sample.trajectory_id]
         assert [turn.attempt for turn in sample.turns] == [result.attempt for result in mine]
         assert sample.device_seconds.get("dedicated", 0.0) == sum(0.25 * result.attempt for result in mine)
 
 
 def assert_whole(sample: Sample) -> None:
-    """Mask, logprobs, spans and turns say the same of every token."""
+    """Assert that mask, logprobs, spans and turns agree on every token."""
     mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
     assert count(sample.tokens) == len(mask) == count(sample.logprobs)
     for ranges in (
@@ -294,39 +294,42 @@ def assert_whole(sample: Sample) -> None:
 
 @settings(max_examples=100)
 @given(EVENTS, st.data())
-def test_a_log_with_holes_breaks_a_trajectory_but_never_bends_it(
+def test_log_with_gaps_fails_a_trajectory_and_never_alters_it(
     events: list[tuple[Any, ...]], data: st.DataObject
 ) -> None:
-    life = Life()
-    for life in lived(events):  # noqa: B007 - its last state
+    home_run = HomeRun()
+    for home_run in lived(events):  # noqa: B007 - its last state
         pass
-    results, requests = st.integers(0, max(0, len(life.results) - 1)), st.integers(0, max(0, len(life.requests) - 1))
-    recovery = life.recovered(
+    results, requests = (
+        st.integers(0, max(0, len(home_run.results) - 1)),
+        st.integers(0, max(0, len(home_run.requests) - 1)),
+    )
+    recovery = home_run.recovered(
         without_results=data.draw(st.none() | results), without_requests=data.draw(st.none() | requests)
     )
     trajectories, cannot, strays = recovery.finish(RULES.max_context_tokens)
-    assert {lost.trajectory_id for lost in cannot} | set(trajectories) == set(life.trajectories) and strays == []
+    assert {lost.trajectory_id for lost in cannot} | set(trajectories) == set(home_run.trajectories) and strays == []
     assert all(lost.reason for lost in cannot)
-    assert all(trajectory == life.trajectories[name] for name, trajectory in trajectories.items())
+    assert all(trajectory == home_run.trajectories[name] for name, trajectory in trajectories.items())
 
 
 @settings(max_examples=100)
 @given(EVENTS, st.integers(1, 2**40), st.sampled_from(["result", "request", "state"]))
-def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_bends_it(
+def test_altered_record_fails_a_trajectory_and_never_alters_it(
     events: list[tuple[Any, ...]], pick: int, what: str
 ) -> None:
-    life = Life()
-    for life in lived(events):  # noqa: B007 - its last state
+    home_run = HomeRun()
+    for home_run in lived(events):  # noqa: B007 - its last state
         pass
-    if not life.trajectories:
+    if not home_run.trajectories:
         return
-    name = sorted(life.trajectories)[pick % len(life.trajectories)]
-    live = life.trajectories[name]
-    recovery = life.recovered()
+    name = sorted(home_run.trajectories)[pick % len(home_run.trajectories)]
+    live = home_run.trajectories[name]
+    recovery = home_run.recovered()
     if what == "state":
         recovery.on_snapshot(name, EnvSnapshot(trajectory_id=name, digest=live.digest, state=b"another"))
     elif what == "request":
-        offset, request = next((at, held) for at, held in enumerate(life.requests) if held.trajectory_id == name)
+        offset, request = next((at, held) for at, held in enumerate(home_run.requests) if held.trajectory_id == name)
         last = msgspec.structs.replace(request, turn=live.turn, **context_fields(live.tokens + pack_tokens([1])))
         recovery.on_request(offset, last)
     elif live.applied:
@@ -338,10 +341,10 @@ def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_ben
     assert name not in trajectories and [lost.trajectory_id for lost in cannot] == [name]
 
 
-def test_a_group_that_does_not_say_how_it_is_sampled_breaks_its_trajectories_and_nobody_else() -> None:
-    life = Life()
-    life.open(0)
-    recovery = life.recovered()
+def test_group_without_sampling_settings_fails_only_its_trajectories() -> None:
+    home_run = HomeRun()
+    home_run.open(0)
+    recovery = home_run.recovered()
     unsaid = msgspec.structs.replace(recovery.home.open_groups["g"].prompt, sampling=PromptSampling())
     recovery.home.open_groups["g"].prompt = unsaid
     trajectories, lost, _ = recovery.finish(RULES.max_context_tokens)

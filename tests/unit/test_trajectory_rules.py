@@ -1,4 +1,4 @@
-"""What ends a trajectory, what counts as a result, and what a turn may sample."""
+"""Rules: the ends of a trajectory, valid results, and the token limit of a turn."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_result_is_told_from_a_sound_one(fields: dict[str, object]) -> None:
+def test_malformed_result_is_distinguished_from_a_valid_result(fields: dict[str, object]) -> None:
     sound = result_of(opened(prompt_of()))
     assert result_error(sound, 2) is None
     assert result_error(
@@ -47,11 +47,11 @@ def test_a_malformed_result_is_told_from_a_sound_one(fields: dict[str, object]) 
     )
 
 
-def test_a_result_that_overflows_the_longest_context_is_malformed() -> None:
+def test_result_that_overflows_the_longest_context_is_malformed() -> None:
     assert "more than" in str(result_error(result_of(opened(prompt_of())), MAX_CONTEXT_TOKENS - 2))
 
 
-def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_read() -> None:
+def test_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_read() -> None:
     trajectory = opened(prompt_of())
     first = live(trajectory, result_of(trajectory), stepped(reward=0.25, observation=(9, 9)))
     assert request_of(first).appended == pack_tokens([5, 6, 7, 8, 2, 9, 9])
@@ -61,7 +61,7 @@ def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_re
     assert sample_of(last).tokens == pack_tokens([5, 6, 7, 8, 2, 9, 9, 7, 8, 2])
 
 
-def test_a_snapshot_is_written_only_when_the_state_changed() -> None:
+def test_snapshot_is_written_only_when_the_state_changed() -> None:
     trajectory = opened(prompt_of())
     same = live(trajectory, result_of(trajectory), stepped(state=b"start"))
     changed = live(trajectory, result_of(trajectory), stepped(state=b"changed"))
@@ -69,7 +69,7 @@ def test_a_snapshot_is_written_only_when_the_state_changed() -> None:
     assert changed.snapshot is not None and (changed.snapshot.record.state, trajectory.turn) == (b"changed", 2)
 
 
-def test_a_trajectory_ends_as_it_stands_after_max_turns() -> None:
+def test_trajectory_ends_with_its_reward_after_max_turns() -> None:
     trajectory = opened(prompt_of(max_turns=2))
     assert live(trajectory, result_of(trajectory), stepped(reward=0.5)).sample is None
     last = live(trajectory, result_of(trajectory), stepped())
@@ -77,7 +77,7 @@ def test_a_trajectory_ends_as_it_stands_after_max_turns() -> None:
     assert (sample_of(last).reward, sample_of(last).success, sample_of(last).failure) == (0.5, False, "")
 
 
-def test_a_trajectory_ends_when_its_context_is_full_and_the_last_turn_gets_the_room_that_is_left() -> None:
+def test_trajectory_ends_at_a_full_context_and_its_last_turn_gets_the_remainder() -> None:
     rules = replace(RULES, max_context_tokens=8)
     trajectory = opened(prompt_of(sampling=PromptSampling(max_tokens=64)))
     first = first_request(trajectory, rules, 0.0)
@@ -89,7 +89,7 @@ def test_a_trajectory_ends_when_its_context_is_full_and_the_last_turn_gets_the_r
     assert sample_of(last).reward == 1.0
 
 
-def test_an_observation_without_room_and_a_state_without_room_are_failures_with_a_reason() -> None:
+def test_too_large_observation_or_state_is_a_failure_with_a_reason() -> None:
     too_long = first_request(opened(prompt_of()), replace(RULES, max_context_tokens=2), 0.0)
     assert "max_context_tokens 2" in sample_of(too_long).failure
     trajectory = opened(prompt_of())
@@ -99,7 +99,7 @@ def test_an_observation_without_room_and_a_state_without_room_are_failures_with_
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
+def test_non_numeric_reward_is_a_failure(reward: float) -> None:
     trajectory = opened(prompt_of())
     written = live(trajectory, result_of(trajectory), stepped(reward=reward))
     assert sample_of(written).reward is None and str(reward) in sample_of(written).failure
@@ -117,14 +117,14 @@ def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
     ],
     ids=["object", "key", "number", "surrogate", "size", "list"],
 )
-def test_remarks_that_no_record_can_hold_are_a_failure(info: Any) -> None:
+def test_unencodable_remarks_are_a_failure(info: Any) -> None:
     trajectory = opened(prompt_of())
     written = live(trajectory, result_of(trajectory), replace(stepped(done=True, reward=1.0), info=info))
     assert sample_of(written).reward is None
     assert "cannot be written" in sample_of(written).failure
 
 
-def test_a_failure_that_cannot_tell_its_tokens_still_tells_its_reason() -> None:
+def test_failure_without_room_for_its_tokens_keeps_its_reason() -> None:
     trajectory = opened(prompt_of())
     versions = tuple(VersionSpan(at, at + 1, at) for at in range(MAX_SPANS + 1))
     tokens = (7,) * (MAX_SPANS + 1)
@@ -135,7 +135,7 @@ def test_a_failure_that_cannot_tell_its_tokens_still_tells_its_reason() -> None:
 
 @given(st.integers(MAX_RECORD_BYTES - 200, MAX_RECORD_BYTES + 20_000), st.booleans())
 @settings(max_examples=30)
-def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, opening: bool) -> None:
+def test_state_near_the_size_limit_is_saved_or_fails_its_trajectory(size: int, opening: bool) -> None:
     trajectory = opened(prompt_of())
     if opening:
         trajectory.state = bytes(size)
@@ -149,7 +149,7 @@ def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, open
 
 
 @given(st.integers(0, 2**63 - 1))
-def test_a_prompt_with_a_seed_samples_every_turn_of_every_trajectory_with_its_own(seed: int) -> None:
+def test_seeded_prompt_gives_each_turn_of_each_trajectory_its_own_seed(seed: int) -> None:
     prompt = with_full_sampling(prompt_of(sampling=PromptSampling(seed=seed, max_tokens=9)), RULES.sampling)
     drawn = [turn_sampling(prompt, index, turn, room_tokens=100) for index in range(3) for turn in range(3)]
     assert len({sampling.seed for sampling in drawn}) == 9
@@ -158,7 +158,7 @@ def test_a_prompt_with_a_seed_samples_every_turn_of_every_trajectory_with_its_ow
     assert drawn == [turn_sampling(prompt, index, turn, room_tokens=100) for index in range(3) for turn in range(3)]
 
 
-def test_a_turn_says_how_it_was_asked_for_whatever_the_worker_is_configured_to_later() -> None:
+def test_turn_keeps_its_requested_sampling_after_a_configuration_change() -> None:
     trajectory = opened(prompt_of())
     first = live(trajectory, result_of(trajectory), stepped())
     hotter = replace(RULES, sampling=Sampling(temperature=2.0))

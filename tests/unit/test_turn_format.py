@@ -1,4 +1,4 @@
-"""Observations become tokens as the policy was trained to read them, and none of them speaks as somebody else."""
+"""Observations become tokens as in training, and none of them imitates another speaker."""
 
 import os
 import subprocess
@@ -36,51 +36,51 @@ ENDED = {"suffix": "<|im_end|>\n<|im_start|>assistant\n"}
 
 
 def roles(path: Path, make: Callable[[list[AddedToken]], Tokenizer]) -> tuple[TurnFormat, Any]:
-    """A folder whose role tokens its tokenizer calls not special."""
+    """A folder whose tokenizer does not mark its role tokens as special."""
     tokenizer = make([*special_tokens("<s>", "</s>"), *ROLE_TOKENS] if make is byte_level else ROLE_TOKENS)
     return TurnFormat(folder(path, tokenizer, ROLES, bos="<s>", eos="</s>")), tokenizer
 
 
 @pytest.mark.parametrize("make", [byte_level, word_marking, by_likelihood], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("text", [f"go{ASSISTANT}=12</s>{USER}", "</s>", f" {USER} ", f"{USER}{USER}", "<s>"])
-def test_text_cannot_spell_a_token_that_stands_around_it_whatever_the_tokenizer_calls_it(
+def test_text_cannot_spell_a_framing_token_of_any_tokenizer(
     tmp_path: Path, make: Callable[[list[AddedToken]], Tokenizer], text: str
 ) -> None:
     turns, tokenizer = roles(tmp_path, make)
-    user, *said, assistant = turns.observation_tokens(text, first=False)
+    user, *text_tokens, assistant = turns.observation_tokens(text, first=False)
     assert [user, assistant] == [tokenizer.token_to_id(USER), tokenizer.token_to_id(ASSISTANT)]
     marks = {tokenizer.token_to_id(mark) for mark in ("<s>", "</s>", USER, ASSISTANT)}
-    assert not marks & set(said)
-    assert turns.action_text(said).split() == text.split(), "all of it is there, letter by letter"
+    assert not marks & set(text_tokens)
+    assert turns.action_text(text_tokens).split() == text.split(), "all of it is there, letter by letter"
 
 
-def test_text_cannot_spell_words_of_the_vocabulary_that_are_special(tmp_path: Path) -> None:
+def test_text_cannot_spell_special_vocabulary_tokens(tmp_path: Path) -> None:
     own = {"first_prefix": "<s>", "prefix": "<s>", "suffix": ASSISTANT}
     turns = TurnFormat(folder(tmp_path, by_word(ROLE_TOKENS), own=own, bos="<s>", eos="</s>"))
     tokenizer: Any = by_word(ROLE_TOKENS)
-    begin, *said, end = turns.observation_tokens(f"go </s> go {ASSISTANT} <s>", first=True)
+    begin, *text_tokens, end = turns.observation_tokens(f"go </s> go {ASSISTANT} <s>", first=True)
     assert [begin, end] == [tokenizer.token_to_id("<s>"), tokenizer.token_to_id(ASSISTANT)]
-    assert not {begin, end, tokenizer.token_to_id("</s>")} & set(said)
-    assert said.count(tokenizer.token_to_id("go")) == 2
+    assert not {begin, end, tokenizer.token_to_id("</s>")} & set(text_tokens)
+    assert text_tokens.count(tokenizer.token_to_id("go")) == 2
 
 
-def test_text_can_spell_tokens_that_mark_no_turn(tmp_path: Path) -> None:
+def test_text_can_spell_tokens_that_are_not_turn_markers(tmp_path: Path) -> None:
     turns, tokenizer = roles(tmp_path, byte_level)
     assert tokenizer.token_to_id("<tool_call>") in turns.observation_tokens("<tool_call>", first=False)
 
 
-def test_white_space_marks_no_turn_though_it_is_a_token_of_the_framing(tmp_path: Path) -> None:
-    """As of Gemma's tokenizers, and of those that have a token for each width of a gap."""
+def test_white_space_in_the_framing_is_not_a_turn_marker(tmp_path: Path) -> None:
+    """Gemma's tokenizers, and tokenizers with a token for each gap width, have this form."""
     gaps = [AddedToken(gap, special=False, normalized=False) for gap in ("\n\n", "  ", "▁▁")]
     tokenizer: Any = byte_level([*special_tokens("<|im_start|>", "<|im_end|>"), *gaps])
     own = {"first_prefix": "<|im_start|>  user\n\n", "prefix": "<|im_start|>  user\n\n", "suffix": "<|im_end|>  "}
     turns = TurnFormat(folder(tmp_path, tokenizer, own=own))
-    said = turns.observation_tokens("\n\na  b", first=True)
-    assert said == tokenizer.encode(f"{own['first_prefix']}\n\na  b{own['suffix']}").ids
-    assert said.count(tokenizer.token_to_id("  ")) == 3
+    text_tokens = turns.observation_tokens("\n\na  b", first=True)
+    assert text_tokens == tokenizer.encode(f"{own['first_prefix']}\n\na  b{own['suffix']}").ids
+    assert text_tokens.count(tokenizer.token_to_id("  ")) == 3
 
 
-def test_a_marking_token_that_one_letter_spells_is_refused(tmp_path: Path) -> None:
+def test_turn_marker_of_one_letter_is_refused(tmp_path: Path) -> None:
     tokenizer = by_likelihood(special_tokens("$", special=False))
     with pytest.raises(TurnFormatError, match=r"text can spell '\$', which marks turns"):
         TurnFormat(folder(tmp_path, tokenizer, own={"suffix": "$"}, eos="</s>"))
@@ -88,10 +88,10 @@ def test_a_marking_token_that_one_letter_spells_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("template", "eos"), [(CHATML, "<|im_end|>"), (HEADERS, "<|endoftext|>")])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_turn_that_was_cut_is_ended_before_the_next_observation(
+def test_truncated_turn_is_closed_before_the_next_observation(
     tmp_path: Path, template: str, eos: str, *, own: bool
 ) -> None:
-    """In a turn format of its own the end is that of a user's turn, wherever the generation configuration names it."""
+    """In its own turn format the end is that of a user turn, wherever the generation configuration names it."""
     tokenizer = byte_level()
     ends = {CHATML: "<|im_end|>", HEADERS: "<|eot_id|>"}[template]
     frame = {"prefix": "\nuser: ", "suffix": f"{ends}\nassistant:"} if own else None
@@ -107,7 +107,7 @@ def test_a_turn_that_was_cut_is_ended_before_the_next_observation(
 @pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
 @pytest.mark.parametrize("assistant", ["<|im_start|>assistant\n", "assistant: "])
 @pytest.mark.parametrize("before", ["", "<|eot_id|>"])
-def test_a_turn_format_ends_actions_as_it_ends_observations_though_a_base_model_names_another_stop_token(
+def test_turn_format_end_token_overrides_the_stop_token_of_a_base_model(
     tmp_path: Path, before: str, eos: str, assistant: str
 ) -> None:
     tokenizer: Any = byte_level()
@@ -118,15 +118,15 @@ def test_a_turn_format_ends_actions_as_it_ends_observations_though_a_base_model_
     assert turns.stop_token_ids == ((end, stop) if known else (stop,))
 
 
-def test_a_mark_of_the_assistant_in_a_turn_format_ends_no_action(tmp_path: Path) -> None:
+def test_assistant_marker_of_a_turn_format_does_not_end_an_action(tmp_path: Path) -> None:
     tokenizer: Any = byte_level(special_tokens("<|User|>", "<|Assistant|>", "<think>", "<eos>"))
     frame = {"prefix": "<|User|>", "suffix": "<|Assistant|><think>\n"}
     assert TurnFormat(folder(tmp_path, tokenizer, eos="<eos>", own=frame)).stop_token_ids == (3,)
 
 
 @pytest.mark.parametrize("ended", ["<|user|>", "<|endoftext|>", "<|observation|>", ""])
-def test_the_user_speaks_behind_its_mark_whatever_stop_token_an_action_ended_with(tmp_path: Path, ended: str) -> None:
-    """As of GLM: its template ends an action with the mark of who speaks next."""
+def test_user_text_follows_its_marker_after_any_stop_token(tmp_path: Path, ended: str) -> None:
+    """GLM has this form: its template ends an action with the marker of the next speaker."""
     template = """{{ '<sop>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}
     {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
     stops = ["<|endoftext|>", "<|user|>", "<|observation|>"]
@@ -135,11 +135,11 @@ def test_the_user_speaks_behind_its_mark_whatever_stop_token_an_action_ended_wit
     path = folder(tmp_path, tokenizer, template, bos="<sop>", eos="<|endoftext|>", stops=[ids[stop] for stop in stops])
     action = [*tokenizer.encode("=7").ids, *([ids[ended]] if ended else [])]
     observation = TurnFormat(path).observation_tokens("more", first=False, after=action)
-    said = [*tokenizer.encode("more").ids, ids["<|assistant|>"]]
-    assert observation == (said if ended == "<|user|>" else [ids["<|user|>"], *said])
+    text_tokens = [*tokenizer.encode("more").ids, ids["<|assistant|>"]]
+    assert observation == (text_tokens if ended == "<|user|>" else [ids["<|user|>"], *text_tokens])
 
 
-def test_the_stop_tokens_of_a_turn_are_no_part_of_its_action(tmp_path: Path) -> None:
+def test_stop_tokens_are_not_part_of_an_action(tmp_path: Path) -> None:
     turns = TurnFormat(model_folder(tmp_path))
     *tokens, last = turns.action_tokens("CDM")[:-1]
     assert turns.action_text([*tokens, last]) == "CDM"
@@ -167,7 +167,7 @@ EDGES = st.text(" \n\t", max_size=3)
     ],
     ids=["keeps", "trims", "marks words", "strips behind tokens"],
 )
-def test_white_space_at_the_ends_of_an_observation_is_what_the_template_and_the_tokenizer_make_of_it(
+def test_outer_white_space_of_an_observation_follows_template_and_tokenizer(
     tmp_path_factory: pytest.TempPathFactory, template: str, make: Callable[[], Any], bos: str, eos: str
 ) -> None:
     from transformers import PreTrainedTokenizerFast
@@ -206,16 +206,14 @@ def test_white_space_at_the_ends_of_an_observation_is_what_the_template_and_the_
         ),
     ],
 )
-def test_a_template_that_changes_what_it_is_told_is_refused_with_what_it_changes(
-    tmp_path: Path, content: str, words: str
-) -> None:
+def test_template_that_alters_text_is_refused_with_the_alteration(tmp_path: Path, content: str, words: str) -> None:
     template = CHATML.replace("message['content']", f"({content})")
     with pytest.raises(TurnFormatError, match=words) as refused:
         TurnFormat(folder(tmp_path, byte_level(), template))
     assert "turn_format.json" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_generation_prompt_that_earlier_turns_have_not_is_refused_with_what_they_lack(tmp_path: Path) -> None:
+def test_generation_prompt_absent_from_earlier_turns_is_refused_with_the_difference(tmp_path: Path) -> None:
     template = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
     with pytest.raises(TurnFormatError, match=r"ends its generation prompt with '<think>\\n', and leaves that out"):
         TurnFormat(folder(tmp_path, byte_level(), template))
@@ -236,9 +234,7 @@ def test_a_generation_prompt_that_earlier_turns_have_not_is_refused_with_what_th
         ("<|user|>", ""),
     ],
 )
-def test_a_misspelt_token_of_a_turn_format_is_refused_with_the_one_that_is_meant(
-    tmp_path: Path, word: str, meant: str
-) -> None:
+def test_misspelt_turn_format_token_is_refused_with_the_likely_token(tmp_path: Path, word: str, meant: str) -> None:
     for part, template in (("first_prefix", ""), ("prefix", ""), ("suffix", ""), ("prefix", CHATML)):
         own = {**FRAMED, **ENDED, part: f"\n{word}\nuser\n"}
         with pytest.raises(TurnFormatError, match="is no token of tokenizer") as refused:
@@ -251,13 +247,13 @@ def test_a_misspelt_token_of_a_turn_format_is_refused_with_the_one_that_is_meant
     "text",
     ["User: ", "<thought>\n", "in <thinking></thinking>:\n", "[1] ", "Q> ", "<|im_start|>tool\n", "a < b", "{x}|"],
 )
-def test_words_that_mean_no_token_may_stand_in_a_turn_format(tmp_path: Path, text: str) -> None:
+def test_turn_format_may_contain_plain_words(tmp_path: Path, text: str) -> None:
     tokenizer = byte_level([*special_tokens(*SPECIAL), *special_tokens("<think>", "</think>", special=False)])
     turns = TurnFormat(folder(tmp_path, tokenizer, own={**FRAMED, **ENDED, "prefix": text}))
     assert turns.action_text(turns.observation_tokens("7", first=False)) == f"{text}7{ENDED['suffix']}"
 
 
-def test_a_turn_format_may_have_words_of_the_template_that_are_no_tokens(tmp_path: Path) -> None:
+def test_turn_format_may_contain_plain_words_of_the_template(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|user|>"
     own = {**FRAMED, **ENDED, "prefix": "<|user|>"}
     TurnFormat(folder(tmp_path, byte_level(), template, own=own))
@@ -281,38 +277,38 @@ TURNS = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + END }}{
     ],
     ids=["ChatML", "TinyLlama", "Phi-3", "own ChatML", "own words", "own lines", "no mark first", "own spaces"],
 )
-def test_a_tokenizer_that_marks_the_first_word_alone_reads_turns_as_the_conversation_written_out(
+def test_tokenizer_with_a_first_word_marker_reads_turns_like_the_whole_conversation(
     tmp_path: Path, template: str, own: dict[str, str] | None, eos: str
 ) -> None:
     """transformers 5 saves the tokenizers of Llama 2 and Mistral with the `prepend_scheme` "first"."""
     tokenizer: Any = word_marking(MARKED, scheme="first")
     turns = TurnFormat(folder(tmp_path, tokenizer, template, own=own, bos="<s>", eos=eos))
-    said = ["3 + 4", "=7", " so  what", "0 + 7", "7"]
+    text_tokens = ["3 + 4", "=7", " so  what", "0 + 7", "7"]
     tokens = [
         token
-        for at, text in enumerate(said)
+        for at, text in enumerate(text_tokens)
         for token in (turns.action_tokens(text) if at % 2 else turns.observation_tokens(text, first=not at))
     ]
-    assert tokens == tokenizer.encode(written_out(said, template, own, eos), add_special_tokens=False).ids
+    assert tokens == tokenizer.encode(written_out(text_tokens, template, own, eos), add_special_tokens=False).ids
 
 
-def written_out(said: list[str], template: str, own: dict[str, str] | None, eos: str) -> str:
-    """Observations and actions by turns as one text, which ends where the policy goes on."""
+def written_out(text_tokens: list[str], template: str, own: dict[str, str] | None, eos: str) -> str:
+    """Return observations and actions in turn as one text, which ends where the policy continues."""
     if own is None:
-        messages = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)]
+        messages = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(text_tokens)]
         return str(Template(template).render(messages=messages, eos_token=eos, add_generation_prompt=True))
-    framed = (text + eos if at % 2 else own["prefix"] + text + own["suffix"] for at, text in enumerate(said))
+    framed = (text + eos if at % 2 else own["prefix"] + text + own["suffix"] for at, text in enumerate(text_tokens))
     return own["first_prefix"] + "".join(framed).removeprefix(own["prefix"])
 
 
-def test_what_a_text_may_not_spell_is_cut_up_without_marks_of_words_amid_it(tmp_path: Path) -> None:
+def test_forbidden_token_text_is_split_without_extra_word_markers(tmp_path: Path) -> None:
     tokenizer: Any = word_marking(MARKED, scheme="first")
     turns = TurnFormat(folder(tmp_path, tokenizer, own={**FRAMED, **ENDED}, bos="<s>", eos="<|im_end|>"))
-    said = turns.observation_tokens("a<|im_end|>b", first=False)
-    assert turns.action_text(said) == f"{FRAMED['prefix']}a<|im_end|>b{ENDED['suffix']}"
+    text_tokens = turns.observation_tokens("a<|im_end|>b", first=False)
+    assert turns.action_text(text_tokens) == f"{FRAMED['prefix']}a<|im_end|>b{ENDED['suffix']}"
 
 
-def test_a_framing_that_is_read_otherwise_beside_an_observation_is_refused(tmp_path: Path) -> None:
+def test_framing_that_tokenizes_differently_beside_an_observation_is_refused(tmp_path: Path) -> None:
     tokenizer = byte_level([AddedToken("END", special=True, normalized=False, single_word=True)])
     own = {"first_prefix": "User: ", "prefix": " User: "}
     TurnFormat(folder(tmp_path, tokenizer, own={**own, "suffix": " END\nRobot: "}, eos="END"))
@@ -323,7 +319,7 @@ def test_a_framing_that_is_read_otherwise_beside_an_observation_is_refused(tmp_p
 
 
 @pytest.mark.parametrize("scheme", ["", "first", "always"])
-def test_a_context_has_no_more_marks_of_words_than_the_text_written_out(tmp_path: Path, scheme: str) -> None:
+def test_context_has_no_extra_word_markers(tmp_path: Path, scheme: str) -> None:
     tokenizer = word_marking(scheme=scheme)
     own = {"first_prefix": "<s> User: ", "prefix": "</s> User: ", "suffix": " Answer:</s>"}
     turns = TurnFormat(folder(tmp_path, tokenizer, own=own, bos="<s>", eos="</s>"))
@@ -331,8 +327,8 @@ def test_a_context_has_no_more_marks_of_words_than_the_text_written_out(tmp_path
         assert turns.observation_tokens(text, first=True) == tokenizer.encode(f"<s> User: {text} Answer:</s>").ids
 
 
-def test_a_template_is_read_as_utf8_wherever_it_is_read(tmp_path: Path) -> None:
-    """Where nobody has said which locale it is, Python takes ASCII."""
+def test_template_is_read_as_utf8_in_every_locale(tmp_path: Path) -> None:
+    """Without a locale, Python uses ASCII."""
     made = folder(tmp_path, byte_level(), "{# 起 #}" + CHATML)
     program = "import sys; from pathlib import Path; from rose.workers.environments.turn_format import TurnFormat; "
     program += "print(*TurnFormat(Path(sys.argv[1])).observation_tokens('7', first=True))"
@@ -343,14 +339,14 @@ def test_a_template_is_read_as_utf8_wherever_it_is_read(tmp_path: Path) -> None:
     assert ran.stdout.split() == [str(token) for token in expected], ran.stderr
 
 
-def test_half_of_a_surrogate_pair_is_one_sentence(tmp_path: Path) -> None:
+def test_lone_surrogate_is_reported_in_one_sentence(tmp_path: Path) -> None:
     turns = TurnFormat(model_folder(tmp_path))
     with pytest.raises(ValueError, match=r"half of a surrogate pair and no character \('\\ud83d' at 3\)"):
         turns.observation_tokens("go \ud83d!", first=False)
 
 
 TAGS = ["<table>", "<td>", "<b>", "<i>", "<s>", "<h1>", "<code>", "<br>", "<sup>", "<start_of_turn>", "[INST]"]
-"""Gemma's tokenizers have these tokens beside the tokens that mark turns."""
+"""Gemma's tokenizers have these tokens besides the turn markers."""
 
 
 @pytest.mark.parametrize(
@@ -360,7 +356,7 @@ TAGS = ["<table>", "<td>", "<b>", "<i>", "<s>", "<h1>", "<code>", "<br>", "<sup>
         *("<br/>", "<sub>", '<table class="wide">', "<table\n", "<tables>", "</code>", "[/code]", "a <b"),
     ],
 )
-def test_a_tag_or_a_short_word_beside_a_token_like_it_is_no_misspelt_token(text: str) -> None:
+def test_tag_or_short_word_similar_to_a_token_is_not_a_misspelt_token(text: str) -> None:
     assert misspelt(f"user: {text}\n", TAGS) is None
 
 
@@ -377,5 +373,5 @@ def test_a_tag_or_a_short_word_beside_a_token_like_it_is_no_misspelt_token(text:
         ("<|b|>", "<b>"),
     ],
 )
-def test_a_misspelt_token_among_tags_is_found_with_the_one_that_is_meant(word: str, meant: str) -> None:
+def test_misspelt_token_among_tags_is_found_with_the_likely_token(word: str, meant: str) -> None:
     assert misspelt(f"user: {word}\n", TAGS) == (word, meant)

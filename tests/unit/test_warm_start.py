@@ -1,4 +1,4 @@
-"""The demonstrator, the turn format and the model folder that ships."""
+"""The demonstrator, the turn format and the shipped model folder."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ def turn_format() -> TurnFormat:
     return TurnFormat(SHIPPED)
 
 
-def test_the_shipped_folder_is_small_and_is_what_the_warm_start_writes(tmp_path: Path) -> None:
+def test_shipped_folder_is_small_and_equals_the_warm_start_output(tmp_path: Path) -> None:
     assert all(file.stat().st_size < 1_000_000 for file in SHIPPED.iterdir())
     save(build_model(0), tmp_path)
     written = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -47,7 +47,7 @@ def test_the_shipped_folder_is_small_and_is_what_the_warm_start_writes(tmp_path:
 
 
 @pytest.mark.slow
-def test_the_shipped_policy_begins_where_the_demo_says() -> None:
+def test_shipped_policy_has_the_success_rate_of_the_demo_page() -> None:
     arguments = WarmStartSettings().arguments
     success = held_out_success(load_policy(SHIPPED), TurnFormat(SHIPPED), tasks=512, arguments=arguments, seed=0)
     assert 0.25 <= success <= 0.38
@@ -55,7 +55,7 @@ def test_the_shipped_policy_begins_where_the_demo_says() -> None:
 
 @given(seed=st.integers(0, FIRST_HELD_OUT_SEED - 1), luck=st.integers(0, 2**32))
 @settings(max_examples=60)
-def test_without_slips_the_demonstrator_always_gets_there(turn_format: TurnFormat, seed: int, luck: int) -> None:
+def test_demonstrator_without_slips_always_reaches_the_goal(turn_format: TurnFormat, seed: int, luck: int) -> None:
     tokens, mask = asyncio.run(demonstrate(turn_format, seed, WarmStartSettings(slip=0.0), random.Random(luck)))
     assert len(tokens) == len(mask)
     environment = Calculator()
@@ -75,8 +75,8 @@ def actions_of(turn_format: TurnFormat, tokens: list[int], mask: list[int]) -> l
     return [turn_format.action_text(action) for action in actions]
 
 
-def test_a_sampled_trajectory_reads_as_the_environment_saw_it(turn_format: TurnFormat) -> None:
-    """The context is observations as they were given and actions as they were sampled, and replays to the same end."""
+def test_sampled_trajectory_decodes_to_the_environment_text(turn_format: TurnFormat) -> None:
+    """The context has the given observations and the sampled actions, and replays to the same end."""
     tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in range(20)]
     import torch
 
@@ -102,24 +102,24 @@ def test_a_sampled_trajectory_reads_as_the_environment_saw_it(turn_format: TurnF
 
 
 @given(observation=TEXT, action=TEXT)
-def test_text_comes_back_as_it_went(turn_format: TurnFormat, observation: str, action: str) -> None:
+def test_text_round_trips(turn_format: TurnFormat, observation: str, action: str) -> None:
     assert turn_format.action_text(turn_format.action_tokens(action)) == action
     assert len(turn_format.observation_tokens(observation, first=True)) == len(observation) + 1
 
 
-def test_an_environment_cannot_forge_special_tokens(turn_format: TurnFormat) -> None:
+def test_environment_cannot_forge_special_tokens(turn_format: TurnFormat) -> None:
     specials = {SPECIALS.index(token) for token in SPECIALS}
     *text, act = turn_format.observation_tokens("<end><act><pad>", first=False)
     assert act == SPECIALS.index("<act>") and not specials & set(text)
 
 
-def test_a_policy_that_writes_specials_is_read_as_malformed_text(turn_format: TurnFormat) -> None:
+def test_special_tokens_in_an_action_are_read_as_malformed_text(turn_format: TurnFormat) -> None:
     act = SPECIALS.index("<act>")
     assert turn_format.action_text([act, *turn_format.action_tokens("=1")]) == "<act>=1"
     assert turn_format.action_text([]) == ""
 
 
-def test_later_observations_may_be_framed_otherwise_than_the_first(tmp_path: Path) -> None:
+def test_later_observations_may_have_another_framing_than_the_first(tmp_path: Path) -> None:
     save(build_model(0), tmp_path)
     frame = {"first_prefix": "a", "prefix": "<end>b", "suffix": "<act>"}
     (tmp_path / "turn_format.json").write_bytes(msgspec.json.encode(frame))
@@ -137,7 +137,7 @@ def test_later_observations_may_be_framed_otherwise_than_the_first(tmp_path: Pat
         ("generation_config.json", b'{"eos_token_id": "<end>"}'),
     ],
 )
-def test_a_folder_that_does_not_say_how_turns_read_is_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_folder_without_a_turn_format_is_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
     save(build_model(0), tmp_path)
     (tmp_path / name).unlink()
     if content is not None:
@@ -146,7 +146,7 @@ def test_a_folder_that_does_not_say_how_turns_read_is_refused(tmp_path: Path, na
         TurnFormat(tmp_path)
 
 
-def test_transformers_reads_the_shipped_tokenizer_as_the_turn_format_does(turn_format: TurnFormat) -> None:
+def test_transformers_and_turn_format_agree_on_the_shipped_tokenizer(turn_format: TurnFormat) -> None:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)

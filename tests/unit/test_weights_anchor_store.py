@@ -1,4 +1,4 @@
-"""The store of large anchors: what was put is read at its place, and nothing else is ever opened or deleted."""
+"""The store of large anchors: stored bytes are read at their offset, and no other file is opened or deleted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from rose.workers.weights.checks import check_manifest
 from rose.workers.weights.chunk_stores import AnchorStore, StoreError
 from rose.workers.weights.layout import LayoutError
 from rose.workers.weights.publish import merge_manifests
-from tests.support.weights_fixtures import RUN, Shelf, Tensors, random_tensors
+from tests.support.weights_fixtures import RUN, MemoryChunkSink, Tensors, random_tensors
 
 OPEN = Event()
 
@@ -33,14 +33,14 @@ def some_tensors() -> Tensors:
 def put(
     store: AnchorStore, payloads: Sequence[bytes], *, version: int = 1, model: str = "m", run: str = RUN
 ) -> tuple[str, list[ChunkRef]]:
-    """A file with these chunks; its name and where they lie."""
-    shelf = store.create(model, run, version)
+    """Store a file with these chunks; return its name and references."""
+    sink = store.create(model, run, version)
     stored = [
-        shelf.put(WeightChunk(model_id=model, version=version, tensor="t", part=part, payload=payload))
+        sink.put(WeightChunk(model_id=model, version=version, tensor="t", part=part, payload=payload))
         for part, payload in enumerate(payloads)
     ]
-    shelf.close()
-    return shelf.files[0], [each.ref() for each in stored]
+    sink.close()
+    return sink.files[0], [each.ref() for each in stored]
 
 
 @pytest.fixture
@@ -49,7 +49,9 @@ def store(tmp_path: Path) -> AnchorStore:
 
 
 @given(st.lists(st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=5), min_size=1, max_size=3))
-def test_what_was_put_is_read_at_its_place(tmp_path_factory: pytest.TempPathFactory, files: list[list[bytes]]) -> None:
+def test_stored_bytes_are_read_at_their_offset(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[bytes]]
+) -> None:
     store = AnchorStore(tmp_path_factory.mktemp("store").as_uri())
     written = [put(store, payloads) for payloads in files]
     refs = [
@@ -59,42 +61,42 @@ def test_what_was_put_is_read_at_its_place(tmp_path_factory: pytest.TempPathFact
     assert [read[ref] for ref in refs] == [payload for payloads in files for payload in payloads]
 
 
-def test_a_file_that_is_not_there_hands_out_nothing(store: AnchorStore) -> None:
+def test_missing_file_yields_nothing(store: AnchorStore) -> None:
     name, refs = put(store, [b"abc"])
     there = msgspec.structs.replace(refs[0], partition=1)
     nowhere = msgspec.structs.replace(refs[0], partition=7)
     assert list(store.fetch(["anchor-m.9.gone", name], [*refs, there, nowhere], OPEN)) == [(there, b"abc")]
 
 
-def test_a_file_that_was_cut_short_hands_out_what_is_left(store: AnchorStore, tmp_path: Path) -> None:
+def test_truncated_file_yields_the_remainder(store: AnchorStore, tmp_path: Path) -> None:
     name, refs = put(store, [b"abc", b"def"])
     (tmp_path / "anchors" / name).write_bytes(b"abcd")
     assert [payload for _, payload in store.fetch([name], refs, OPEN)] == [b"abc", b"d"]
 
 
-def test_a_fetch_ends_when_it_is_told_to(store: AnchorStore) -> None:
+def test_fetch_ends_when_stopped(store: AnchorStore) -> None:
     name, refs = put(store, [b"abc"])
     stop = Event()
     stop.set()
     assert list(store.fetch([name], refs, stop)) == []
 
 
-def test_only_files_that_are_named_are_deleted(store: AnchorStore, tmp_path: Path) -> None:
-    """Also those of a run that has the same name on another broker stay."""
+def test_only_named_files_are_deleted(store: AnchorStore, tmp_path: Path) -> None:
+    """Files of a run with the same name on another broker stay too."""
     old, other, twin = (put(store, [b"x"], run=run)[0] for run in (RUN, "other.:run", RUN))
     assert len({name.split(".")[1] for name in (old, other, twin)}) == 2, "a file's name tells runs apart"
     store.delete([old, "anchor-m.0.gone"])
     assert {file.name for file in (tmp_path / "anchors").iterdir()} == {other, twin}
 
 
-def test_a_name_of_the_longest_ids_is_one_that_a_manifest_may_name(store: AnchorStore) -> None:
+def test_file_name_of_the_longest_ids_is_valid_in_a_manifest(store: AnchorStore) -> None:
     name, _ = put(store, [b"x"], model="m" * 128, run="r" * 128, version=2**53)
-    manifest = msgspec.structs.replace(Shelf().store(some_tensors(), 1), files=(name,))
+    manifest = msgspec.structs.replace(MemoryChunkSink().store(some_tensors(), 1), files=(name,))
     assert decode(WeightManifest, encode(manifest)) == manifest
 
 
 class Broken(LocalFileSystem):  # type: ignore[misc]
-    """A driver that raises what is no OSError, as those of clouds do."""
+    """A driver that raises an exception other than OSError, like cloud drivers."""
 
     class Denied(Exception):
         pass
@@ -106,21 +108,21 @@ class Broken(LocalFileSystem):  # type: ignore[misc]
         raise self.Denied("access denied")
 
 
-def test_whatever_a_driver_raises_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # it takes the address for a path of its own
+def test_any_driver_exception_is_a_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the store takes the address for its own path
     fsspec.register_implementation("broken", Broken, clobber=True)
     store = AnchorStore(f"broken://{tmp_path}")
     ref = ChunkRef(partition=0, offset=0, bytes=1, digest=bytes(16))
-    for deed in (
+    for action in (
         lambda: store.create("m", RUN, 1),
         lambda: store.delete(["anchor-m"]),
         lambda: list(store.fetch(["anchor-m"], [ref], OPEN)),
     ):
         with pytest.raises(StoreError, match="access denied"):
-            deed()
+            action()
 
 
-def test_what_cannot_be_opened_or_written_is_one_sentence(tmp_path: Path) -> None:
+def test_unreadable_or_unwritable_store_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be opened"):
         AnchorStore("nosuch://bucket/folder")
     (tmp_path / "file").write_bytes(b"")
@@ -129,14 +131,14 @@ def test_what_cannot_be_opened_or_written_is_one_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["../anchor-m", "anchor-/etc/passwd", "/anchor-m", "notes", "anchor-m\n", "anchor-"])
-def test_a_manifest_names_no_place_outside_the_store(name: str) -> None:
-    manifest = Shelf().store(some_tensors(), 1)
+def test_manifest_cannot_name_a_path_outside_the_store(name: str) -> None:
+    manifest = MemoryChunkSink().store(some_tensors(), 1)
     forged = msgspec.msgpack.encode(msgspec.structs.replace(manifest, files=(name,)))
     with pytest.raises(RecordError, match="files"):
         decode(WeightManifest, forged)
 
 
-def test_the_files_of_ranks_are_numbered_when_their_parts_are_merged() -> None:
+def test_files_of_ranks_are_renumbered_when_parts_are_merged() -> None:
     parts = halves()
     merged = merge_manifests(parts)
     assert merged.files == ("anchor-m.1.a", "anchor-m.1.b")
@@ -145,7 +147,7 @@ def test_the_files_of_ranks_are_numbered_when_their_parts_are_merged() -> None:
     assert all(chunk.partition == owner[piece.digest] for piece in merged.slices for chunk in piece.chunks)
 
 
-def test_parts_of_different_versions_or_places_are_not_merged() -> None:
+def test_parts_of_different_versions_or_locations_are_not_merged() -> None:
     one, other = halves()
     for wrong in (  # of another version, on another base, on the log
         msgspec.structs.replace(other, version=2),
@@ -157,8 +159,8 @@ def test_parts_of_different_versions_or_places_are_not_merged() -> None:
 
 
 def halves() -> list[WeightManifest]:
-    """What two ranks have stored, each in a file of its own."""
-    whole = Shelf().store(some_tensors(), 1)
+    """Return the parts that two ranks have stored, each in its own file."""
+    whole = MemoryChunkSink().store(some_tensors(), 1)
     return [
         msgspec.structs.replace(
             whole,

@@ -1,4 +1,4 @@
-"""Versions in host memory: exact over any chain, whole or not there, and no more fetched than is wanted."""
+"""Versions in host memory: exact over any chain, complete or absent, without unneeded fetches."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ from rose.workers.weights.checks import Refusal, VersionRefused, check_manifest
 from rose.workers.weights.layout import Box, box_of, digest_of, matrix
 from rose.workers.weights.tensors import TORCH_DTYPES
 from tests.support.weights_fixtures import (
-    Shelf,
+    MemoryChunkSink,
     Tensors,
     changed,
     part,
@@ -47,14 +47,14 @@ def places(manifest: WeightManifest) -> list[tuple[int, int]]:
 def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject
 ) -> None:
-    """Also where a publisher cuts in another way than for the version before."""
+    """A publisher may slice a version differently from the version before."""
     random = np.random.default_rng(seed)
-    shelf, assembly = Shelf(), Assembly(None, None)
+    sink, assembly = MemoryChunkSink(), Assembly(None, None)
     tensors = random_tensors(shapes, TORCH_DTYPES[dtype], random)
     for version in range(data.draw(st.integers(1, 6))):
         new = changed(tensors, data.draw(st.sampled_from([0.0, 0.05, 1.0])), random)
         anchor = version == 0 or data.draw(st.booleans())
-        manifest = shelf.store(
+        manifest = sink.store(
             new,
             version,
             base=None if anchor else tensors,
@@ -63,7 +63,7 @@ def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
             chunk_bytes=data.draw(st.sampled_from([7, 1000])),
         )
         check_manifest(manifest, shapes)
-        assembly.add(manifest, shelf.fetch)
+        assembly.add(manifest, sink.fetch)
         tensors = new
         assert same_bits(assembly.done.tensors, tensors)
         assert assembly.done.version == version
@@ -73,160 +73,160 @@ def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
 
 
 @given(SHAPES, DTYPE, SEED, st.booleans())
-def test_the_tensors_of_an_earlier_version_are_never_written_to_again(
+def test_tensors_of_an_earlier_version_are_never_overwritten(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, anchor: bool
 ) -> None:
     random = np.random.default_rng(seed)
-    shelf = Shelf()
+    sink = MemoryChunkSink()
     first = random_tensors(shapes, TORCH_DTYPES[dtype], random)
     assembly = Assembly(None, None)
-    assembly.add(shelf.store(first, 1), shelf.fetch)
+    assembly.add(sink.store(first, 1), sink.fetch)
     served = assembly.done
     second, third = changed(first, 1.0, random), changed(first, 0.5, random)
     later = Assembly(served, None)
-    later.add(shelf.store(second, 2, base=None if anchor else first, base_version=1), shelf.fetch)
-    later.add(shelf.store(third, 3, base=second, base_version=2), shelf.fetch)
+    later.add(sink.store(second, 2, base=None if anchor else first, base_version=1), sink.fetch)
+    later.add(sink.store(third, 3, base=second, base_version=2), sink.fetch)
     assert served.version == 1
     assert same_bits(served.tensors, first)
     assert same_bits(later.done.tensors, third)
-    assert set(served.digests.values()) == {piece.digest for piece in Shelf().store(first, 1).slices}
+    assert set(served.digests.values()) == {piece.digest for piece in MemoryChunkSink().store(first, 1).slices}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
 @pytest.mark.parametrize("anchor", [True, False])
-def test_a_version_with_a_value_that_is_not_finite_is_refused(dtype: str, value: float, *, anchor: bool) -> None:
-    """Whoever published it: an engine that computed with it would have what is no number in its cache."""
+def test_version_with_a_non_finite_value_is_refused(dtype: str, value: float, *, anchor: bool) -> None:
+    """The publisher does not matter: an engine with such a version would have NaN in its cache."""
     random = np.random.default_rng(4)
-    shelf, assembly = Shelf(), Assembly(None, None)
+    sink, assembly = MemoryChunkSink(), Assembly(None, None)
     tensors = random_tensors({"a": (8, 8), "b": (5,)}, TORCH_DTYPES[dtype], random)
-    assembly.add(shelf.store(tensors, 1), shelf.fetch)
+    assembly.add(sink.store(tensors, 1), sink.fetch)
     spoiled = {name: tensor.clone() for name, tensor in tensors.items()}
     spoiled["b"][3] = value
-    manifest = shelf.store(spoiled, 2, base=None if anchor else tensors, base_version=1)
+    manifest = sink.store(spoiled, 2, base=None if anchor else tensors, base_version=1)
     with pytest.raises(VersionRefused, match="b holds a value that is not finite") as refused:
-        assembly.add(manifest, shelf.fetch)
+        assembly.add(manifest, sink.fetch)
     assert refused.value.refusal is Refusal.NOT_FINITE
     assert assembly.done.version == 1 and same_bits(assembly.done.tensors, tensors)
 
 
 @pytest.mark.parametrize("repeat", [1, 3])
-def test_a_chunk_that_comes_more_than_once_or_in_any_order_changes_nothing(repeat: int) -> None:
+def test_duplicate_or_reordered_chunks_change_nothing(repeat: int) -> None:
     random = np.random.default_rng(4)
-    shelf = Shelf()
+    sink = MemoryChunkSink()
     tensors = random_tensors({"a": (8, 8), "b": (5,)}, torch.bfloat16, random)
-    manifest = shelf.store(tensors, 1, chunk_bytes=10)
+    manifest = sink.store(tensors, 1, chunk_bytes=10)
     assembly = Assembly(None, None)
-    assembly.add(manifest, lambda refs: reversed(list(shelf.fetch(refs)) * repeat))
+    assembly.add(manifest, lambda refs: reversed(list(sink.fetch(refs)) * repeat))
     assert same_bits(assembly.done.tensors, tensors)
 
 
-class World:
-    """Version 1, and a version 2 of many chunks that is an anchor or builds on 1; a receiver that has version 1."""
+class VersionFixture:
+    """Version 1, and a version 2 of many chunks that is an anchor or a delta on 1; a receiver that has version 1."""
 
     def __init__(self, *, anchor: bool) -> None:
         random = np.random.default_rng(9)
-        self.shelf = Shelf()
+        self.sink = MemoryChunkSink()
         self.first = random_tensors({"a": (6, 16), "b": (3, 7)}, torch.bfloat16, random)
         self.second = changed(self.first, 1.0, random)
-        one = self.shelf.store(self.first, 1)
+        one = self.sink.store(self.first, 1)
         base = None if anchor else self.first
-        self.manifest = self.shelf.store(self.second, 2, base=base, base_version=1, chunk_bytes=12)
+        self.manifest = self.sink.store(self.second, 2, base=base, base_version=1, chunk_bytes=12)
         assert all(len(piece.chunks) > 1 for piece in self.manifest.slices)
         self.assembly = Assembly(None, None)
-        self.assembly.add(one, self.shelf.fetch)
+        self.assembly.add(one, self.sink.fetch)
 
-    def payload(self, number: int, payload: bytes, *, told: bool) -> WeightManifest:
-        """One chunk with another payload; if `told` the manifest says so."""
+    def payload(self, number: int, payload: bytes, *, announced: bool) -> WeightManifest:
+        """Replace the payload of one chunk. With `announced` the manifest matches it."""
         place = places(self.manifest)[number]
-        self.shelf.chunks[place] = msgspec.structs.replace(self.shelf.chunks[place], payload=payload)
-        if not told:
+        self.sink.chunks[place] = msgspec.structs.replace(self.sink.chunks[place], payload=payload)
+        if not announced:
             return self.manifest
         first, *rest = self.manifest.slices[0].chunks
         ref = msgspec.structs.replace(first, bytes=len(payload), digest=digest_of(payload))
         return with_slice(self.manifest, 0, chunks=(ref, *rest))
 
     def chunk(self, number: int) -> WeightChunk:
-        return self.shelf.chunks[places(self.manifest)[number]]
+        return self.sink.chunks[places(self.manifest)[number]]
 
     def put(self, number: int, chunk: WeightChunk) -> WeightManifest:
-        self.shelf.chunks[places(self.manifest)[number]] = chunk
+        self.sink.chunks[places(self.manifest)[number]] = chunk
         return self.manifest
 
 
-def wrong_base_version(world: World) -> WeightManifest:
-    return msgspec.structs.replace(world.manifest, base_version=0)
+def wrong_base_version(fixture: VersionFixture) -> WeightManifest:
+    return msgspec.structs.replace(fixture.manifest, base_version=0)
 
 
-def other_base(world: World) -> WeightManifest:
-    return with_slice(world.manifest, 1, base_digest=bytes(15) + b"x")
+def other_base(fixture: VersionFixture) -> WeightManifest:
+    return with_slice(fixture.manifest, 1, base_digest=bytes(15) + b"x")
 
 
-def flipped_bit(world: World) -> WeightManifest:
-    payload = bytearray(world.chunk(2).payload)
+def flipped_bit(fixture: VersionFixture) -> WeightManifest:
+    payload = bytearray(fixture.chunk(2).payload)
     payload[3] ^= 16
-    return world.payload(2, bytes(payload), told=False)
+    return fixture.payload(2, bytes(payload), announced=False)
 
 
-def truncated(world: World) -> WeightManifest:
-    return world.payload(1, world.chunk(1).payload[:-1], told=False)
+def truncated(fixture: VersionFixture) -> WeightManifest:
+    return fixture.payload(1, fixture.chunk(1).payload[:-1], announced=False)
 
 
-def lengthened(world: World) -> WeightManifest:
-    return world.payload(1, world.chunk(1).payload + b"x", told=False)
+def lengthened(fixture: VersionFixture) -> WeightManifest:
+    return fixture.payload(1, fixture.chunk(1).payload + b"x", announced=False)
 
 
-def swapped_chunks(world: World) -> WeightManifest:
-    one, other = world.chunk(0), world.chunk(1)
-    world.put(0, other)
-    return world.put(1, one)
+def swapped_chunks(fixture: VersionFixture) -> WeightManifest:
+    one, other = fixture.chunk(0), fixture.chunk(1)
+    fixture.put(0, other)
+    return fixture.put(1, one)
 
 
-def swapped_references(world: World) -> WeightManifest:
-    """Every chunk is what its reference says, and they are in the wrong order."""
-    first, second, *rest = world.manifest.slices[0].chunks
-    return with_slice(world.manifest, 0, chunks=(second, first, *rest))
+def swapped_references(fixture: VersionFixture) -> WeightManifest:
+    """Swap references: every chunk matches its reference, in the wrong order."""
+    first, second, *rest = fixture.manifest.slices[0].chunks
+    return with_slice(fixture.manifest, 0, chunks=(second, first, *rest))
 
 
-def swapped_slices(world: World) -> WeightManifest:
-    one, other = world.manifest.slices[0], world.manifest.slices[1]
-    return with_slice(with_slice(world.manifest, 0, chunks=other.chunks), 1, chunks=one.chunks)
+def swapped_slices(fixture: VersionFixture) -> WeightManifest:
+    one, other = fixture.manifest.slices[0], fixture.manifest.slices[1]
+    return with_slice(with_slice(fixture.manifest, 0, chunks=other.chunks), 1, chunks=one.chunks)
 
 
-def duplicated_chunk(world: World) -> WeightManifest:
-    return world.put(1, world.chunk(0))
+def duplicated_chunk(fixture: VersionFixture) -> WeightManifest:
+    return fixture.put(1, fixture.chunk(0))
 
 
-def of_another_tensor(world: World) -> WeightManifest:
-    return world.put(0, world.chunk(-1))
+def of_another_tensor(fixture: VersionFixture) -> WeightManifest:
+    return fixture.put(0, fixture.chunk(-1))
 
 
-def of_another_version(world: World) -> WeightManifest:
-    return world.put(0, msgspec.structs.replace(world.chunk(0), version=1))
+def of_another_version(fixture: VersionFixture) -> WeightManifest:
+    return fixture.put(0, msgspec.structs.replace(fixture.chunk(0), version=1))
 
 
-def of_another_model(world: World) -> WeightManifest:
-    return world.put(0, msgspec.structs.replace(world.chunk(0), model_id="other"))
+def of_another_model(fixture: VersionFixture) -> WeightManifest:
+    return fixture.put(0, msgspec.structs.replace(fixture.chunk(0), model_id="other"))
 
 
-def no_payload_of_the_codec(world: World) -> WeightManifest:
-    return world.payload(0, b"\x07" + world.chunk(0).payload[1:], told=True)
+def no_payload_of_the_codec(fixture: VersionFixture) -> WeightManifest:
+    return fixture.payload(0, b"\x07" + fixture.chunk(0).payload[1:], announced=True)
 
 
-def dense_of_the_wrong_size(world: World) -> WeightManifest:
-    return world.payload(0, b"\x00" + world.chunk(0).payload[1:-1], told=True)
+def dense_of_the_wrong_size(fixture: VersionFixture) -> WeightManifest:
+    return fixture.payload(0, b"\x00" + fixture.chunk(0).payload[1:-1], announced=True)
 
 
-def other_words(world: World) -> WeightManifest:
-    """All is as it says, but not what the slice was said to become."""
-    return with_slice(world.manifest, 0, digest=bytes(16))
+def other_words(fixture: VersionFixture) -> WeightManifest:
+    """Encode other words: the payload is valid, and the slice differs from its announced words."""
+    return with_slice(fixture.manifest, 0, digest=bytes(16))
 
 
-def last_slice_is_other_words(world: World) -> WeightManifest:
-    return with_slice(world.manifest, len(world.manifest.slices) - 1, digest=bytes(16))
+def last_slice_is_other_words(fixture: VersionFixture) -> WeightManifest:
+    return with_slice(fixture.manifest, len(fixture.manifest.slices) - 1, digest=bytes(16))
 
 
-REFUSED: list[tuple[Callable[[World], WeightManifest], set[Refusal]]] = [
+REFUSED: list[tuple[Callable[[VersionFixture], WeightManifest], set[Refusal]]] = [
     (wrong_base_version, {Refusal.WRONG_BASE}),
     (other_base, {Refusal.WRONG_BASE}),
     (flipped_bit, {Refusal.WRONG_DIGEST}),
@@ -245,13 +245,13 @@ REFUSED: list[tuple[Callable[[World], WeightManifest], set[Refusal]]] = [
     (last_slice_is_other_words, {Refusal.WRONG_RESULT}),
 ]
 OF_DELTAS = {wrong_base_version, other_base}
-"""What an anchor does not look at."""
+"""Faults that an anchor does not check."""
 
 
-def assert_as_it_was(world: World, before: Assembled, digests: dict[tuple[str, Box], bytes]) -> None:
-    done = world.assembly.done
+def assert_as_it_was(fixture: VersionFixture, before: Assembled, digests: dict[tuple[str, Box], bytes]) -> None:
+    done = fixture.assembly.done
     assert done is before
-    assert same_bits(done.tensors, world.first)
+    assert same_bits(done.tensors, fixture.first)
     assert (done.version, done.digests) == (1, digests)
 
 
@@ -264,107 +264,108 @@ def assert_as_it_was(world: World, before: Assembled, digests: dict[tuple[str, B
         if not (anchor and tamper in OF_DELTAS)
     ],
 )
-def test_a_refused_version_leaves_what_was_done_as_it_was(
-    tamper: Callable[[World], WeightManifest], refusals: set[Refusal], anchor: bool
+def test_refused_version_leaves_the_finished_tensors_unchanged(
+    tamper: Callable[[VersionFixture], WeightManifest], refusals: set[Refusal], anchor: bool
 ) -> None:
-    world = World(anchor=anchor)
-    before, digests = world.assembly.done, dict(world.assembly.done.digests)
-    chunks = dict(world.shelf.chunks)
+    fixture = VersionFixture(anchor=anchor)
+    before, digests = fixture.assembly.done, dict(fixture.assembly.done.digests)
+    chunks = dict(fixture.sink.chunks)
     with pytest.raises(VersionRefused) as refused:
-        world.assembly.add(tamper(world), world.shelf.fetch)
+        fixture.assembly.add(tamper(fixture), fixture.sink.fetch)
     assert refused.value.refusal in refusals
-    assert_as_it_was(world, before, digests)
-    world.shelf.chunks = chunks
-    world.assembly.add(world.manifest, world.shelf.fetch)
-    assert same_bits(world.assembly.done.tensors, world.second)
+    assert_as_it_was(fixture, before, digests)
+    fixture.sink.chunks = chunks
+    fixture.assembly.add(fixture.manifest, fixture.sink.fetch)
+    assert same_bits(fixture.assembly.done.tensors, fixture.second)
 
 
 @pytest.mark.parametrize("anchor", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("says", [True, False])
-def test_a_version_of_which_chunks_are_missing_leaves_what_was_done_as_it_was(
+def test_version_with_missing_chunks_leaves_the_finished_tensors_unchanged(
     anchor: bool, share: float, says: bool
 ) -> None:
-    """Whether the fetch says so or just ends."""
-    world = World(anchor=anchor)
-    before, digests = world.assembly.done, dict(world.assembly.done.digests)
+    """The fetch reports the missing chunk, or just ends."""
+    fixture = VersionFixture(anchor=anchor)
+    before, digests = fixture.assembly.done, dict(fixture.assembly.done.digests)
 
     def fetch(refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
-        there = list(world.shelf.fetch(refs))
+        there = list(fixture.sink.fetch(refs))
         yield from there[: int(share * len(there))]
         if says:
             raise VersionRefused(Refusal.MISSING_CHUNK, "some")
 
     with pytest.raises(VersionRefused) as refused:
-        world.assembly.add(world.manifest, fetch)
+        fixture.assembly.add(fixture.manifest, fetch)
     assert refused.value.refusal is Refusal.MISSING_CHUNK
-    assert_as_it_was(world, before, digests)
+    assert_as_it_was(fixture, before, digests)
 
 
 class LinkDown(Exception):
-    """What a fetch may raise."""
+    """An exception of a fetch."""
 
 
 @pytest.mark.parametrize("anchor", [False, True])
-def test_what_a_fetch_raises_comes_out_and_leaves_what_was_done_as_it_was(anchor: bool) -> None:
-    world = World(anchor=anchor)
-    before, digests = world.assembly.done, dict(world.assembly.done.digests)
+def test_fetch_error_propagates_and_leaves_the_finished_tensors_unchanged(anchor: bool) -> None:
+    fixture = VersionFixture(anchor=anchor)
+    before, digests = fixture.assembly.done, dict(fixture.assembly.done.digests)
 
     def fetch(refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
-        yield from list(world.shelf.fetch(refs))[:5]
+        yield from list(fixture.sink.fetch(refs))[:5]
         raise LinkDown
 
     with pytest.raises(LinkDown):
-        world.assembly.add(world.manifest, fetch)
-    assert_as_it_was(world, before, digests)
+        fixture.assembly.add(fixture.manifest, fetch)
+    assert_as_it_was(fixture, before, digests)
 
 
-def test_a_delta_needs_the_version_and_the_bytes_that_it_builds_on() -> None:
-    world = World(anchor=False)
+def test_delta_needs_its_base_version_and_base_bytes() -> None:
+    fixture = VersionFixture(anchor=False)
     with pytest.raises(VersionRefused) as refused:
-        Assembly(None, None).add(world.manifest, world.shelf.fetch)
+        Assembly(None, None).add(fixture.manifest, fixture.sink.fetch)
     assert refused.value.refusal is Refusal.WRONG_BASE
     other = Assembly(None, None)
-    other.add(world.shelf.store(world.second, 1), world.shelf.fetch)
+    other.add(fixture.sink.store(fixture.second, 1), fixture.sink.fetch)
     with pytest.raises(VersionRefused) as refused:
-        other.add(world.manifest, world.shelf.fetch)
+        other.add(fixture.manifest, fixture.sink.fetch)
     assert refused.value.refusal is Refusal.WRONG_BASE
-    assert same_bits(other.done.tensors, world.second)
+    assert same_bits(other.done.tensors, fixture.second)
 
 
-def test_a_version_is_not_taken_twice() -> None:
-    world = World(anchor=False)
-    world.assembly.add(world.manifest, world.shelf.fetch)
+def test_version_is_not_applied_twice() -> None:
+    fixture = VersionFixture(anchor=False)
+    fixture.assembly.add(fixture.manifest, fixture.sink.fetch)
     with pytest.raises(VersionRefused) as refused:
-        world.assembly.add(world.manifest, world.shelf.fetch)
+        fixture.assembly.add(fixture.manifest, fixture.sink.fetch)
     assert refused.value.refusal is Refusal.WRONG_BASE
-    assert same_bits(world.assembly.done.tensors, world.second)
+    assert same_bits(fixture.assembly.done.tensors, fixture.second)
 
 
 @given(SHAPES, DTYPE, SEED, st.data())
-def test_a_shard_fetches_what_meets_it_alone_and_has_it_exactly(
+def test_shard_fetches_only_overlapping_slices_and_is_exact(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject
 ) -> None:
     random = np.random.default_rng(seed)
     parts = data.draw(st.integers(1, 4))
-    wanted = {name: data.draw(boxes_in(shape)) for name, shape in shapes.items() if data.draw(st.booleans())}
-    shelf, assembly = Shelf(), Assembly(None, wanted)
+    wanted_boxes = {name: data.draw(boxes_in(shape)) for name, shape in shapes.items() if data.draw(st.booleans())}
+    sink, assembly = MemoryChunkSink(), Assembly(None, wanted_boxes)
     tensors: Tensors = random_tensors(shapes, TORCH_DTYPES[dtype], random)
     for version in range(4):
         new = changed(tensors, data.draw(st.sampled_from([0.0, 0.05, 1.0])), random)
         base = tensors if version % 3 else None
-        manifest = shelf.store(new, version, base=base, base_version=version - 1, column_parts=parts, chunk_bytes=30)
+        manifest = sink.store(new, version, base=base, base_version=version - 1, column_parts=parts, chunk_bytes=30)
         tensors = new
-        shelf.fetched = []
-        assembly.add(manifest, shelf.fetch)
-        assert sorted((ref.partition, ref.offset) for ref in shelf.fetched) == sorted(
+        sink.fetched = []
+        assembly.add(manifest, sink.fetch)
+        assert sorted((ref.partition, ref.offset) for ref in sink.fetched) == sorted(
             (ref.partition, ref.offset)
             for piece in manifest.slices
             for ref in piece.chunks
-            if (box := wanted.get(manifest.tensors[piece.tensor].name)) is not None and box.intersects(box_of(piece))
+            if (box := wanted_boxes.get(manifest.tensors[piece.tensor].name)) is not None
+            and box.intersects(box_of(piece))
         )
-        assert assembly.done.tensors.keys() == wanted.keys()
-        for name, box in wanted.items():
+        assert assembly.done.tensors.keys() == wanted_boxes.keys()
+        for name, box in wanted_boxes.items():
             assert assembly.done.tensors[name].shape == tensors[name].shape
             assert np.array_equal(part(assembly.done.tensors[name], box), part(tensors[name], box))
 
@@ -376,22 +377,22 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(row, draw(st.integers(0, rows - row)), column, draw(st.integers(0, columns - column)))
 
 
-def test_slices_that_are_as_they_were_cost_no_chunk() -> None:
-    shelf, assembly = Shelf(), Assembly(None, None)
+def test_unchanged_slices_cost_no_chunk() -> None:
+    sink, assembly = MemoryChunkSink(), Assembly(None, None)
     tensors = random_tensors({"a": (8, 16), "b": (4, 16)}, torch.float32, np.random.default_rng(2))
-    assembly.add(shelf.store(tensors, 1), shelf.fetch)
+    assembly.add(sink.store(tensors, 1), sink.fetch)
     new = {name: tensor.clone() for name, tensor in tensors.items()}
     new["a"][3, 5] = 1.0
-    manifest = shelf.store(new, 2, base=tensors, base_version=1)
-    shelf.fetched = []
-    assembly.add(manifest, shelf.fetch)
+    manifest = sink.store(new, 2, base=tensors, base_version=1)
+    sink.fetched = []
+    assembly.add(manifest, sink.fetch)
     (piece,) = [piece for piece in manifest.slices if piece.chunks]
     assert piece.row_start == 3
     assert len(manifest.slices) == 12
-    assert shelf.fetched == list(piece.chunks)
+    assert sink.fetched == list(piece.chunks)
     assert same_bits(assembly.done.tensors, new)
-    same = shelf.store(new, 3, base=new, base_version=2)
+    same = sink.store(new, 3, base=new, base_version=2)
     assert same.payload_bytes == 0
-    assembly.add(same, shelf.fetch)
-    assert shelf.fetched == list(piece.chunks)
+    assembly.add(same, sink.fetch)
+    assert sink.fetched == list(piece.chunks)
     assert assembly.done.version == 3

@@ -1,4 +1,4 @@
-"""A manifest or chunk that says anything else than the model and its publisher is refused."""
+"""A manifest or chunk that contradicts the model or its publisher is refused."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -26,7 +26,7 @@ from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk, ch
 from rose.workers.weights.chunk_stores import CHUNK_BYTES
 from rose.workers.weights.layout import DTYPE_BYTES, NO_BASE, box_of, digest_of, whole_digest
 from rose.workers.weights.tensors import TORCH_DTYPES
-from tests.support.weights_fixtures import Shelf, Tensors, bare, changed, covered, random_tensors, with_slice
+from tests.support.weights_fixtures import MemoryChunkSink, Tensors, bare, changed, covered, random_tensors, with_slice
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -53,12 +53,12 @@ def refusal_of(manifest: WeightManifest, shapes: Mapping[str, tuple[int, ...]]) 
     return None
 
 
-def test_the_largest_chunk_with_the_longest_names_is_a_record() -> None:
+def test_largest_chunk_with_the_longest_names_fits_a_record() -> None:
     chunk = WeightChunk(model_id="m" * 128, version=2**53, tensor="t" * 512, part=2**53, payload=bytes(CHUNK_BYTES))
     assert decode(WeightChunk, encode(chunk)) == chunk
 
 
-def test_the_largest_manifest_of_an_index_is_a_record() -> None:
+def test_largest_manifest_with_an_index_fits_a_record() -> None:
     chunk = ChunkRef(partition=2**31 - 1, offset=2**53, bytes=MAX_RECORD_BYTES, digest=NO_BASE)
     first = FirstChunk(partition=2**31 - 1, offset=2**53)
     manifest = bare(
@@ -76,15 +76,15 @@ def test_the_largest_manifest_of_an_index_is_a_record() -> None:
 
 
 @given(SHAPES, DTYPE, st.integers(1, 5), st.booleans(), st.integers(0, 2**32 - 1))
-def test_what_is_published_is_believed(
+def test_published_version_is_accepted(
     shapes: dict[str, tuple[int, ...]], dtype: str, parts: int, delta: bool, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    shelf = Shelf()
+    sink = MemoryChunkSink()
     tensors = random_tensors(shapes, TORCH_DTYPES[dtype], random)
-    manifest = shelf.store(tensors, 1, column_parts=parts)
+    manifest = sink.store(tensors, 1, column_parts=parts)
     if delta:
-        manifest = shelf.store(changed(tensors, 0.1, random), 2, base=tensors, base_version=1, column_parts=parts)
+        manifest = sink.store(changed(tensors, 0.1, random), 2, base=tensors, base_version=1, column_parts=parts)
     check_manifest(decode(WeightManifest, encode(manifest)), shapes)
     assert manifest.digest == whole_digest(manifest)
     for number, spec in enumerate(manifest.tensors):
@@ -93,12 +93,14 @@ def test_what_is_published_is_believed(
     for piece in manifest.slices:
         name = manifest.tensors[piece.tensor].name
         for part, ref in enumerate(piece.chunks):
-            check_chunk(shelf.chunks[ref.partition, ref.offset], ref, manifest, tensor=name, part=part)
+            check_chunk(sink.chunks[ref.partition, ref.offset], ref, manifest, tensor=name, part=part)
 
 
 @given(SHAPES.filter(lambda shapes: any(np.prod(shape) > 0 for shape in shapes.values())), st.integers(1, 4), st.data())
-def test_any_broken_tiling_is_refused(shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject) -> None:
-    """A slice moved, resized, left out, or put in twice; the manifest is whole in every other respect."""
+def test_every_incomplete_tiling_is_refused(
+    shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject
+) -> None:
+    """A slice is moved, resized, left out or duplicated; the manifest is valid in every other respect."""
     manifest = two_versions(shapes, parts)[1]
     number = data.draw(st.integers(0, len(manifest.slices) - 1))
     piece = manifest.slices[number]
@@ -128,20 +130,20 @@ def test_any_broken_tiling_is_refused(shapes: dict[str, tuple[int, ...]], parts:
     ("parts", "change"),
     [(1, {"row_start": 1}), (1, {"row_start": 0}), (2, {"column_start": 0}), (2, {"column_start": 3})],
 )
-def test_an_overlap_does_not_make_up_for_a_hole(parts: int, change: dict[str, object]) -> None:
+def test_overlap_does_not_compensate_for_a_gap(parts: int, change: dict[str, object]) -> None:
     manifest, _ = two_versions({"a": (4, 8)}, parts)
     assert len(manifest.slices) == 2
     assert refusal_of(with_slice(manifest, 1, **change), {"a": (4, 8)}) is Refusal.BAD_TILING
 
 
 def two_versions(shapes: Mapping[str, tuple[int, ...]], parts: int = 1) -> tuple[WeightManifest, WeightManifest]:
-    """An anchor and a delta in which every element changed."""
+    """Return an anchor and a delta in which every element changed."""
     random = np.random.default_rng(3)
-    shelf = Shelf()
+    sink = MemoryChunkSink()
     base: Tensors = random_tensors(shapes, torch.float32, random)
-    anchor = shelf.store(base, 1, column_parts=parts)
+    anchor = sink.store(base, 1, column_parts=parts)
     new = changed(base, 1.0, random)
-    return anchor, shelf.store(new, 2, base=base, base_version=1, column_parts=parts)
+    return anchor, sink.store(new, 2, base=base, base_version=1, column_parts=parts)
 
 
 Change = Callable[[WeightManifest], WeightManifest]
@@ -176,7 +178,7 @@ def manifest_with(**change: object) -> Change:
 
 
 def without_first_tensor(manifest: WeightManifest) -> WeightManifest:
-    """It is left out with its slices, and the others move up."""
+    """Remove the first tensor with its slices; the others move up."""
     slices = tuple(
         msgspec.structs.replace(piece, tensor=piece.tensor - 1) for piece in manifest.slices if piece.tensor > 0
     )
@@ -216,7 +218,7 @@ def without_first_tensor(manifest: WeightManifest) -> WeightManifest:
         (manifest_with(base_version=-1), Refusal.WRONG_BASE),
     ],
 )
-def test_a_manifest_that_does_not_fit_the_model_is_refused(change: Change, refusal: Refusal | None) -> None:
+def test_manifest_unlike_the_model_is_refused(change: Change, refusal: Refusal | None) -> None:
     shapes = {"a": (4, 8), "b": (4, 8)}
     anchor, delta = two_versions(shapes)
     assert [len(manifest.slices) for manifest in (anchor, delta)] == [4, 4]
@@ -229,7 +231,7 @@ def test_a_manifest_that_does_not_fit_the_model_is_refused(change: Change, refus
     [("name", "t" * 513), ("shape", (1,) * 9), ("dtype", "t" * 33)],
     ids=lambda value: str(value)[:8],
 )
-def test_a_tensor_beyond_the_bounds_of_a_record_is_not_decoded(field: str, value: object) -> None:
+def test_tensor_beyond_the_record_bounds_is_not_decoded(field: str, value: object) -> None:
     anchor, _ = two_versions({"a": (4, 8)})
     with pytest.raises(RecordError):
         decode(WeightManifest, msgspec.msgpack.encode(first_tensor(**{field: value})(anchor)))
@@ -239,8 +241,8 @@ def with_digest(manifest: WeightManifest, digest: bytes) -> WeightManifest:
     return msgspec.structs.replace(manifest, digest=digest)
 
 
-def test_a_payload_is_as_long_as_its_slice_allows() -> None:
-    """That of an anchor is dense; that of a delta is no longer; without one, nothing changed."""
+def test_payload_is_no_longer_than_its_slice_allows() -> None:
+    """The payload of an anchor is dense, that of a delta is no longer, and a missing payload means no change."""
     shapes = {"a": (4, 8)}
     anchor, delta = two_versions(shapes)
     dense_bytes = 1 + 16 * 4
@@ -277,7 +279,7 @@ def test_a_payload_is_as_long_as_its_slice_allows() -> None:
         {"chunks": (ChunkRef(partition=0, offset=0, bytes=0, digest=NO_BASE),) * 4097},
     ],
 )
-def test_a_manifest_beyond_the_bounds_of_a_record_is_not_decoded(change: dict[str, object]) -> None:
+def test_manifest_beyond_the_record_bounds_is_not_decoded(change: dict[str, object]) -> None:
     anchor, _ = two_versions({"a": (4, 8)})
     broken = msgspec.structs.replace(
         anchor, slices=(msgspec.structs.replace(anchor.slices[0], **change), *anchor.slices[1:])
@@ -286,7 +288,7 @@ def test_a_manifest_beyond_the_bounds_of_a_record_is_not_decoded(change: dict[st
         decode(WeightManifest, msgspec.msgpack.encode(broken))
 
 
-def test_the_digest_of_a_version_tells_names_places_and_contents_apart() -> None:
+def test_version_digest_depends_on_names_locations_and_contents() -> None:
     anchor, delta = two_versions({"a": (4, 8), "b": (4, 8)})
     others = [
         delta,
@@ -314,8 +316,8 @@ def test_the_digest_of_a_version_tells_names_places_and_contents_apart() -> None
         ({"payload": bytes(16) + b"x"}, Refusal.WRONG_DIGEST),
     ],
 )
-def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object], refusal: Refusal | None) -> None:
-    manifest = Shelf().store({"a": torch.zeros(4)}, 1)
+def test_chunk_unlike_its_manifest_is_refused(change: dict[str, object], refusal: Refusal | None) -> None:
+    manifest = MemoryChunkSink().store({"a": torch.zeros(4)}, 1)
     (ref,) = manifest.slices[0].chunks
     assert ref.digest == digest_of(bytes(17))
     chunk = WeightChunk(model_id="m", version=1, tensor="a", part=0, payload=bytes(17))
@@ -341,11 +343,9 @@ def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object],
         ("float32", "auto", True),
     ],
 )
-def test_what_the_engine_cannot_hold_is_refused_before_anything_is_fetched(
-    wire: str, engine: str | None, held: bool
-) -> None:
-    """`auto` is what the engine alone can tell."""
-    manifest = Shelf().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
+def test_version_unfit_for_the_engine_is_refused_before_any_fetch(wire: str, engine: str | None, held: bool) -> None:
+    """Only the engine can resolve `auto`."""
+    manifest = MemoryChunkSink().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
     if held:
         check_manifest(manifest, {"a": (4,)}, engine_dtype=engine)
         return

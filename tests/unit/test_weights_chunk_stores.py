@@ -1,4 +1,4 @@
-"""Where chunks of the log are put: over all partitions, as far as a manifest can say where they begin."""
+"""Placement of chunks on the log: over all partitions, as far as a manifest can name their start."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +12,7 @@ from rose.workers.weights.layout import NO_BASE
 
 
 @pytest.mark.parametrize(("there", "used"), [(3, 3), (MAX_CHUNK_PARTITIONS + 5, MAX_CHUNK_PARTITIONS)])
-def test_chunks_take_turns_over_as_many_partitions_as_a_manifest_can_name(
+def test_chunks_rotate_over_the_partitions_that_a_manifest_can_name(
     there: int, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.workers.weights.chunk_stores.CHUNK_BYTES", 1)
@@ -21,12 +21,12 @@ def test_chunks_take_turns_over_as_many_partitions_as_a_manifest_can_name(
     def write(*_: Any, partition: int, **__: Any) -> None:
         places.append(partition)
 
-    shelf = LogChunkSink(cast(Writer, SimpleNamespace(write=write, flush=lambda: None)), there)
-    put_payload(shelf, bytes(MAX_CHUNK_PARTITIONS + 9), model_id="m", version=1, tensor="t")
+    sink = LogChunkSink(cast(Writer, SimpleNamespace(write=write, flush=lambda: None)), there)
+    put_payload(sink, bytes(MAX_CHUNK_PARTITIONS + 9), model_id="m", version=1, tensor="t")
     assert places == [number % used for number in range(MAX_CHUNK_PARTITIONS + 9)]
 
 
-def test_the_lowest_offset_is_that_of_each_partition() -> None:
+def test_lowest_offset_is_kept_per_partition() -> None:
     places = [(0, 7), (1, 3), (0, 5), (1, 9)]
     chunks = [ChunkRef(partition=at, offset=offset, bytes=1, digest=NO_BASE) for at, offset in places]
     assert lowest_offsets(chunks) == {0: 5, 1: 3}

@@ -1,4 +1,4 @@
-"""The weight codec: bit-exact for any bits, never larger than dense, and nothing but CodecError for any bytes."""
+"""The weight codec: bit-exact for any bits, never larger than dense, and only CodecError for any bytes."""
 
 import secrets
 import tracemalloc
@@ -21,17 +21,17 @@ Words = NDArray[Any]
 DTYPES = sorted(FORMATS)
 
 FIXED_BYTES = 4 * (STEPS + 256 * STEP_BITS) + 64 * 1024
-"""What decoding takes whatever the size: adaptive bits and tables."""
+"""Memory that decoding takes at any size: adaptive bits and tables."""
 
 DECODE_BYTES_AN_ELEMENT = 12
-"""The new words and the places of heavy elements."""
+"""Memory for the new words and the positions of heavy elements."""
 
 FUZZED = 24_000
 FUZZ_ROUND = 200
 
 
 def special_words(dtype: str) -> list[int]:
-    """Zeros, subnormals, ones, largest numbers, infinities and NaNs of either sign."""
+    """Return zeros, subnormals, ones, largest numbers, infinities and NaNs of both signs."""
     form = FORMATS[dtype]
     infinity = form.exponent_mask << form.mantissa_bits
     one = (form.exponent_mask >> 1) << form.mantissa_bits
@@ -50,7 +50,7 @@ def old_words(kind: str, dtype: str, size: int, random: np.random.Generator) -> 
     mantissas = noise & form.word((1 << form.mantissa_bits) - 1)
     if kind == "one exponent":
         return mantissas | form.word((form.exponent_mask >> 1) << form.mantissa_bits)
-    if kind == "stripes":  # what the codec samples to learn about exponents is not what the slice is like
+    if kind == "stripes":  # the sample from which the codec learns exponents does not represent the slice
         exponents: Words = (np.arange(size) % codec.SAMPLING + 3) << form.mantissa_bits
         striped: Words = mantissas | exponents.astype(form.word)
         return striped
@@ -106,7 +106,7 @@ def pair_of(drawn: dict[str, Any]) -> tuple[Words, Words, str]:
 @pytest.mark.slow
 @settings(max_examples=400)
 @given(PAIRS)
-def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:
+def test_payload_round_trips_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
     olds, news = old.tobytes(), new.tobytes()
     payload = encode(old, new, dtype)
@@ -120,7 +120,7 @@ def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(
 
 @settings(max_examples=300)
 @given(PAIRS)
-def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_aside_for_it(drawn: dict[str, Any]) -> None:
+def test_delta_larger_than_dense_is_exact_and_fits_its_buffer(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
     form = FORMATS[dtype]
     payload = codec._encode_delta(old, new, form)
@@ -136,7 +136,7 @@ def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_asid
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)), max_size=40), st.data())
-def test_any_few_words_come_back(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_any_few_words_round_trip(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["bfloat16", "float16"]))
     old = np.array([pair[0] for pair in pairs], dtype=np.uint16)
     new = np.array([pair[1] for pair in pairs], dtype=np.uint16)
@@ -144,7 +144,7 @@ def test_any_few_words_come_back(pairs: list[tuple[int, int]], data: st.DataObje
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kind_of_number_becomes_every_other(dtype: str) -> None:
+def test_every_float_class_can_change_to_every_other(dtype: str) -> None:
     words = np.array(special_words(dtype), dtype=FORMATS[dtype].word)
     old, new = np.repeat(words, len(words)), np.tile(words, len(words))
     assert decode(old, encode(old, new, dtype), dtype).tobytes() == new.tobytes()
@@ -153,8 +153,8 @@ def test_every_kind_of_number_becomes_every_other(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changed", [slice(0, 3000), slice(-3000, None), slice(400_000, 400_001)])
-def test_a_long_stretch_without_changes_is_exact_and_nearly_free(dtype: str, changed: slice) -> None:
-    """All weights have one exponent, and the changes lie together: what follows them codes to zero bytes alone."""
+def test_long_unchanged_range_is_exact_and_nearly_free(dtype: str, changed: slice) -> None:
+    """All weights have one exponent, and the changes are adjacent: the rest is coded to zero bytes."""
     old = old_words("one exponent", dtype, 1_000_000, np.random.default_rng(1))
     for more in (0, 100_000):
         new = old.copy()
@@ -180,7 +180,7 @@ def test_few_changes_cost_about_their_entropy(share: float) -> None:
     assert len(payload) <= 1.15 * floor_bytes + 64
 
 
-def test_a_slice_that_is_as_it_was_costs_its_head() -> None:
+def test_unchanged_slice_costs_only_its_header() -> None:
     old = old_words("weights", "bfloat16", 100_000, np.random.default_rng(5))
     assert len(encode(old, old, "bfloat16")) < 16
 
@@ -204,7 +204,7 @@ def test_a_slice_that_is_as_it_was_costs_its_head() -> None:
         codec._HEAD.pack(codec.DELTA, 1, 0, 0) + b"\x00",
     ],
 )
-def test_no_payload_of_four_words_is_a_codec_error(payload: bytes) -> None:
+def test_invalid_payload_raises_a_codec_error(payload: bytes) -> None:
     old = np.arange(4, dtype=np.uint16)
     with pytest.raises(CodecError):
         decode(old, payload, "bfloat16")
@@ -213,7 +213,7 @@ def test_no_payload_of_four_words_is_a_codec_error(payload: bytes) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["weights", "one exponent", "noise"])
-def test_a_payload_that_lacks_much_of_its_end_is_refused_or_decodes_to_something_else(kind: str, dtype: str) -> None:
+def test_truncated_payload_is_refused_or_decodes_differently(kind: str, dtype: str) -> None:
     random = np.random.default_rng(3)
     old = old_words(kind, dtype, 4000, random)
     new = new_words(old, "here and there", "by an ulp", dtype, random)
@@ -234,7 +234,7 @@ def true_payload(random: np.random.Generator) -> tuple[Words, bytes, str]:
 
 
 def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iterator[bytes]:
-    """Without end: what a log, an attacker or a bug may make of a payload."""
+    """Yield endless damaged payloads, as a log, an attacker or a bug may produce."""
     head = codec._HEAD.size
     while True:
         way = random.integers(8)
@@ -250,11 +250,11 @@ def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iter
             yield bytes(flipped)
         elif way == 3:
             yield other[: head + int(random.integers(60))] + payload[length:]
-        elif way == 4:  # any count of events, any exponents
+        elif way == 4:  # any number of events, any exponents
             counts = [0, 1, 3000, 2**16, 2**31, 2**32 - 1, int(random.integers(3000))]
             first, more = int(random.integers(256)), int(random.integers(256))
             yield codec._HEAD.pack(codec.DELTA, int(random.choice(counts)), first, more) + payload[head:]
-        elif way == 5:  # valid codes, and noise or one byte again and again as the coder's bytes
+        elif way == 5:  # valid codes, and noise or one repeated byte as the coder's bytes
             more = int(random.integers(256))
             codes = random.choice(np.array([0, 1, 60, hazard.LIGHT_CODES - 1, 255], dtype=np.uint8), more + 1)
             stream = random.bytes(200) if random.random() < 0.5 else bytes([int(random.choice([0, 1, 254, 255]))]) * 200
@@ -267,7 +267,7 @@ def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iter
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_whatever_the_bytes_decoding_ends_within_its_memory_and_leaves_the_old_words_alone() -> None:
+def test_decoding_of_any_bytes_is_bounded_and_leaves_the_base_words_unchanged() -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     random = np.random.default_rng(seed)
@@ -306,8 +306,8 @@ def test_whatever_the_bytes_decoding_ends_within_its_memory_and_leaves_the_old_w
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("code", [1, 60, hazard.LIGHT_CODES - 1, hazard.HEAVY_CODE])
 @pytest.mark.parametrize("byte", [0x00, 0x01, 0x7F, 0xFF])
-def test_a_million_promised_events_end_soon(code: int, byte: int) -> None:
-    """With work in proportion to words times events this would take hours."""
+def test_decoding_of_a_million_declared_events_ends_soon(code: int, byte: int) -> None:
+    """With work proportional to words times events this would take hours."""
     old = np.full(1_000_000, 0x3F80, dtype=np.uint16)
     for events in (1, len(old) // 2, len(old)):
         payload = codec._HEAD.pack(codec.DELTA, events, 0x7F, 0) + bytes([code]) + bytes([byte]) * 100_000

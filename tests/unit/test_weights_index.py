@@ -1,4 +1,4 @@
-"""A manifest says the same, whether its slices are in its record or in an index."""
+"""A manifest has the same content with its slices in its record or in an index."""
 
 from collections.abc import Callable
 
@@ -25,18 +25,18 @@ from rose.workers.weights import chunk_stores, manifests
 from rose.workers.weights.checks import Refusal, VersionRefused
 from rose.workers.weights.layout import NO_BASE, LayoutError, digest_of
 from rose.workers.weights.manifests import INLINE_BYTES, check_layout, read_index, write_index
-from tests.support.weights_fixtures import RUN, Shelf, random_tensors
+from tests.support.weights_fixtures import RUN, MemoryChunkSink, random_tensors
 
 SHAPES = {"embed": (70, 30), "norm": (16,), "scale": ()}
 DIGEST = bytes(16)
 
 
 def small() -> WeightManifest:
-    return Shelf().store(random_tensors(SHAPES, torch.bfloat16, np.random.default_rng(0)), 1)
+    return MemoryChunkSink().store(random_tensors(SHAPES, torch.bfloat16, np.random.default_rng(0)), 1)
 
 
 def large(slices: int) -> WeightManifest:
-    """As of a model of experts: many tensors, a slice each."""
+    """Return the manifest of an expert model: many tensors with one slice each."""
     tensors = tuple(
         TensorSpec(name=f"model.layers.{n // 384}.mlp.experts.{n % 384}.down_proj.weight", shape=(1,), dtype="bfloat16")
         for n in range(slices)
@@ -67,60 +67,60 @@ def large(slices: int) -> WeightManifest:
     )
 
 
-def said(manifest: WeightManifest) -> WeightManifest:
+def contents_of(manifest: WeightManifest) -> WeightManifest:
     return msgspec.structs.replace(manifest, index=(), first=())
 
 
 @given(st.integers(40, 2000))
-def test_what_was_sealed_is_opened(chunk_bytes: int) -> None:
-    manifest, topic = small(), Shelf()
+def test_sealed_index_can_be_opened(chunk_bytes: int) -> None:
+    manifest, topic = small(), MemoryChunkSink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "INLINE_BYTES", 0)
         patch.setattr(chunk_stores, "CHUNK_BYTES", chunk_bytes)
         written = write_index(manifest, topic)
     assert not written.slices
     assert not written.tensors
-    assert said(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
+    assert contents_of(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == contents_of(manifest)
 
 
-def test_what_fits_its_record_has_no_index() -> None:
-    topic = Shelf()
+def test_manifest_that_fits_a_record_has_no_index() -> None:
+    topic = MemoryChunkSink()
     written = write_index(small(), topic)
     assert not topic.chunks
-    assert said(written) == said(small())
+    assert contents_of(written) == contents_of(small())
 
 
-def test_a_model_of_many_experts_fits_a_record() -> None:
-    manifest, topic = large(30_000), Shelf()
+def test_model_of_many_experts_fits_a_record() -> None:
+    manifest, topic = large(30_000), MemoryChunkSink()
     written = write_index(manifest, topic)
     assert len(encode(written)) < INLINE_BYTES
     assert all(len(chunk.payload) <= MAX_RECORD_BYTES for chunk in topic.chunks.values())
-    assert said(read_index(written, topic.fetch)) == said(manifest)
+    assert contents_of(read_index(written, topic.fetch)) == contents_of(manifest)
 
 
-def test_a_model_of_more_tensors_than_a_record_ever_held_fits_too() -> None:
-    """A trillion parameters have 69,120 tensors of experts."""
-    manifest, topic = large(69_120), Shelf()
-    assert said(read_index(write_index(manifest, topic), topic.fetch)) == said(manifest)
+def test_model_of_a_trillion_parameters_fits_an_index() -> None:
+    """A trillion parameters have 69,120 expert tensors."""
+    manifest, topic = large(69_120), MemoryChunkSink()
+    assert contents_of(read_index(write_index(manifest, topic), topic.fetch)) == contents_of(manifest)
 
 
-def test_the_names_of_files_count_in_what_a_record_holds() -> None:
-    """Of as many ranks as there may be, each with a file: they leave no room for what would fit alone."""
-    topic, alone = Shelf(), large(2_500)
+def test_file_names_count_toward_the_record_size() -> None:
+    """The largest number of ranks, each with a file, leaves no room for slices that would fit alone."""
+    topic, alone = MemoryChunkSink(), large(2_500)
     manifest = msgspec.structs.replace(alone, files=("anchor-" + "f" * 190,) * 4096)
     assert not write_index(alone, topic).index
     written = write_index(manifest, topic)
-    assert said(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
+    assert contents_of(read_index(decode(WeightManifest, encode(written)), topic.fetch)) == contents_of(manifest)
 
 
 def with_first(manifest: WeightManifest, **change: object) -> WeightManifest:
-    """Another first slice."""
+    """Return the manifest with another first slice."""
     changed = msgspec.structs.replace(manifest.slices[0], **change)
     return msgspec.structs.replace(manifest, slices=(changed, *manifest.slices[1:]))
 
 
 def with_tensors(manifest: WeightManifest, times: int, **change: object) -> WeightManifest:
-    """The first tensor, changed, so many times."""
+    """Return the manifest with the changed first tensor, repeated."""
     changed = msgspec.structs.replace(manifest.tensors[0], **change)
     return msgspec.structs.replace(manifest, tensors=(changed,) * times)
 
@@ -135,18 +135,18 @@ BEYOND: dict[str, Callable[[WeightManifest], WeightManifest]] = {
 
 @pytest.mark.parametrize("beyond", BEYOND.values(), ids=BEYOND.keys())
 @pytest.mark.parametrize("inline_bytes", [0, 2**40])
-def test_what_no_reader_would_take_is_not_put_anywhere(
+def test_index_refused_by_readers_is_not_stored(
     beyond: Callable[[WeightManifest], WeightManifest], inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "INLINE_BYTES", inline_bytes)
-    topic = Shelf()
+    topic = MemoryChunkSink()
     with pytest.raises(LayoutError, match=r"^no receiver would take what version 1 says of its tensors and slices: \S"):
         write_index(beyond(large(6)), topic)
     assert not topic.chunks
 
 
-def test_an_index_of_more_chunks_than_a_manifest_may_name_is_not_put_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, topic = large(20_000), Shelf()
+def test_index_with_too_many_chunks_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, topic = large(20_000), MemoryChunkSink()
     assert write_index(manifest, topic).index
     size = sum(len(chunk.payload) for chunk in topic.chunks.values())
     topic.chunks.clear()
@@ -156,8 +156,8 @@ def test_an_index_of_more_chunks_than_a_manifest_may_name_is_not_put_anywhere(mo
     assert not topic.chunks
 
 
-def test_it_says_where_what_it_needs_begins() -> None:
-    manifest, topic = large(6), Shelf()
+def test_index_names_the_first_offset_that_it_needs() -> None:
+    manifest, topic = large(6), MemoryChunkSink()
     assert write_index(manifest, topic).first == tuple(FirstChunk(partition=each, offset=100) for each in range(4))
     in_store = msgspec.structs.replace(manifest, files=("anchor-m.1.0",))
     assert write_index(in_store, topic).first == ()
@@ -179,8 +179,8 @@ def test_it_says_where_what_it_needs_begins() -> None:
         ("no index", Refusal.WRONG_CHUNK),
     ],
 )
-def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
-    topic = Shelf()
+def test_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
+    topic = MemoryChunkSink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "INLINE_BYTES", 0)
         written = write_index(small(), topic)
@@ -207,8 +207,8 @@ def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
 
 
 @given(st.binary(max_size=400))
-def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
-    topic = Shelf()
+def test_altered_index_bytes_are_refused_without_other_effect(payload: bytes) -> None:
+    topic = MemoryChunkSink()
     stored = topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=0, payload=payload))
     manifest = msgspec.structs.replace(small(), tensors=(), slices=(), index=(stored.ref(),))
     with pytest.raises(VersionRefused):
@@ -225,9 +225,7 @@ def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
     ],
     ids=["name", "shape", "slices", "tensors"],
 )
-def test_tensors_that_no_reader_would_take_are_refused_before_any_of_them_is_put(
-    specs: list[TensorSpec], slices: int
-) -> None:
+def test_tensors_refused_by_readers_are_refused_before_any_is_stored(specs: list[TensorSpec], slices: int) -> None:
     check_layout([TensorSpec(name="t", shape=(1,), dtype="float32")] * MAX_TENSORS, MAX_SLICES)
     with pytest.raises(LayoutError, match=r"^no receiver would take these tensors: \S"):
         check_layout(specs, slices)

@@ -1,4 +1,4 @@
-"""Slices tile every tensor, and a tensor survives being cut into them."""
+"""Slices tile every tensor, and a tensor can be rebuilt from its slices."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ from rose.workers.weights.tensors import (
     to_wire_dtype,
     write_box,
 )
-from tests.support.weights_fixtures import Shelf, covered, part, random_tensors, same_bits
+from tests.support.weights_fixtures import MemoryChunkSink, covered, part, random_tensors, same_bits
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -71,7 +71,7 @@ def test_real_tensors_are_cut_into_few_slices(
 
 
 @given(st.integers(0, 4), st.integers(1, 4), st.integers(0, 4), st.integers(1, 4), st.data())
-def test_boxes_meet_where_they_have_an_element_in_common(
+def test_boxes_intersect_if_they_share_an_element(
     row: int, rows: int, column: int, columns: int, data: st.DataObject
 ) -> None:
     numbers = [data.draw(st.integers(low, 4)) for low in (0, 0, 0, 0)]
@@ -81,7 +81,7 @@ def test_boxes_meet_where_they_have_an_element_in_common(
 
 
 @given(SHAPE, DTYPE, st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_a_tensor_survives_as_slices(shape: tuple[int, ...], dtype: str, parts: int, seed: int) -> None:
+def test_tensor_round_trips_as_slices(shape: tuple[int, ...], dtype: str, parts: int, seed: int) -> None:
     tensor = random_tensors({"t": shape}, TORCH_DTYPES[dtype], np.random.default_rng(seed))["t"]
     spec = spec_of("t", tensor)
     assert (spec.shape, spec.dtype) == (shape, dtype)
@@ -96,7 +96,7 @@ def test_a_tensor_survives_as_slices(shape: tuple[int, ...], dtype: str, parts: 
     assert same_bits({"t": copy}, {"t": tensor})
 
 
-def test_words_are_the_tensors_own_memory_and_slices_lie_where_their_box_says() -> None:
+def test_words_share_the_tensor_memory_and_slices_match_their_box() -> None:
     tensor = torch.arange(24, dtype=torch.float32).reshape(4, 2, 3).requires_grad_()
     words = bits_of(tensor)
     assert words.view(np.float32)[2].tolist() == [12, 13, 14, 15, 16, 17]
@@ -109,12 +109,12 @@ def test_words_are_the_tensors_own_memory_and_slices_lie_where_their_box_says() 
     assert tensor.detach().reshape(4, 6)[1].tolist() == [6, 7, 8, 9, 0, 0]
 
 
-def test_a_tensor_that_is_no_contiguous_block_is_published_as_it_reads() -> None:
+def test_non_contiguous_tensor_is_published_by_its_values() -> None:
     tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3).T
     assert np.array_equal(bits_of(tensor), bits_of(tensor.contiguous()))
 
 
-def test_an_element_type_that_cannot_travel_is_an_error() -> None:
+def test_unsupported_element_type_is_an_error() -> None:
     with pytest.raises(LayoutError, match="t is float64: only"):
         spec_of("t", torch.zeros(1, dtype=torch.float64))
 
@@ -129,21 +129,21 @@ def test_an_element_type_that_cannot_travel_is_an_error() -> None:
         ("bfloat16", "float16", "float16"),
     ],
 )
-def test_a_tensor_is_rounded_only_where_it_is_finer(own: str, engine: str | None, travels: str) -> None:
-    """What an engine holds exactly travels as it is: in half the bytes, if it has half the bits."""
+def test_tensor_is_rounded_only_to_a_coarser_element_type(own: str, engine: str | None, travels: str) -> None:
+    """Values that an engine holds exactly are published in its type: in half the bytes if it has half the bits."""
     tensor = torch.linspace(-1, 1, 9).to(TORCH_DTYPES[own])
     wired = to_wire_dtype(tensor, None if engine is None else TORCH_DTYPES[engine])
     assert wired.dtype == TORCH_DTYPES[travels]
     assert torch.equal(wired, tensor.to(TORCH_DTYPES[travels]))
 
 
-def test_a_tensor_without_elements_has_no_slice() -> None:
-    manifest = Shelf().store({"a": torch.zeros(0, 3), "b": torch.zeros(2, 0), "c": torch.zeros(())}, 1)
+def test_empty_tensor_has_no_slice() -> None:
+    manifest = MemoryChunkSink().store({"a": torch.zeros(0, 3), "b": torch.zeros(2, 0), "c": torch.zeros(())}, 1)
     assert [piece.tensor for piece in manifest.slices] == [2]
     check_manifest(manifest, {spec.name: spec.shape for spec in manifest.tensors})
 
 
-def test_the_shapes_of_a_model_folder(tmp_path: Path) -> None:
+def test_shapes_of_a_model_folder_are_read(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="must say what its tensors are"):
         folder_shapes(tmp_path)
     save_file({"a": torch.zeros(2, 3), "b": torch.zeros(())}, tmp_path / "model.safetensors")

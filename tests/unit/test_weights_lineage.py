@@ -1,4 +1,4 @@
-"""Which version is taken next: whatever is on the log, the best that can be proven, and a break costs one anchor."""
+"""The choice of the next version: for any log the best provable version, and a broken version costs one anchor."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ def manifest(version: int, base: int | None = None, *, epoch: int = 0) -> Weight
 
 
 def lineage_of(*links: tuple[int, int | None], held: int | None = None) -> Lineage:
-    """Of (version, base version), at offsets 0, 1, ..."""
+    """Return a lineage of (version, base version), at offsets 0, 1, ..."""
     lineage = Lineage(held=None if held is None else (0, held))
     for offset, link in enumerate(links):
         lineage.on_manifest(manifest(*link), offset)
@@ -31,9 +31,9 @@ def versions(path: Path | None) -> list[int] | None:
 
 
 def follow(lineage: Lineage, broken: dict[int, Refusal], *, upon_held_only: bool = False) -> list[list[int]]:
-    """Try what the lineage says until there is nothing left; the versions of each path that was tried.
+    """Follow the lineage to its end; return the versions of each tried path.
 
-    `broken`: versions that are refused, and how; with `upon_held_only` not from an anchor.
+    `broken` maps refused versions to their refusals; with `upon_held_only` they are refused only without an anchor.
     """
     tried = []
     while (path := lineage.next_path()) is not None:
@@ -61,12 +61,12 @@ CHAIN = ((1, None), (2, 1), (3, 2), (5, None), (6, 5), (8, 6))
     ("held", "path"),
     [(None, [5, 6, 8]), (3, [5, 6, 8]), (5, [6, 8]), (6, [8]), (8, None), (9, None), (7, [5, 6, 8])],
 )
-def test_the_newest_is_reached_from_what_is_held_or_from_an_anchor(held: int | None, path: list[int] | None) -> None:
+def test_newest_version_is_reached_from_the_held_version_or_an_anchor(held: int | None, path: list[int] | None) -> None:
     assert versions(lineage_of(*CHAIN, held=held).next_path()) == path
     assert versions(lineage_of(*CHAIN[::-1], held=held).next_path()) == path
 
 
-def test_the_cheaper_of_two_ways_is_tried_first() -> None:
+def test_cheaper_of_two_paths_is_tried_first() -> None:
     lineage = lineage_of((1, None), (2, 1), (3, 2), held=1)
     assert versions(lineage.next_path()) == [2, 3]
     lineage.on_manifest(manifest(3), 9)
@@ -75,7 +75,7 @@ def test_the_cheaper_of_two_ways_is_tried_first() -> None:
     assert versions(dear.next_path()) == [4]
 
 
-def test_without_a_link_the_next_best_is_taken() -> None:
+def test_next_best_version_is_taken_if_a_delta_is_missing() -> None:
     lineage = lineage_of((1, None), (2, 1), (4, 3), (5, 4))
     assert versions(lineage.next_path()) == [1, 2]
     assert follow(lineage, {}) == [[1, 2]]
@@ -85,11 +85,11 @@ def test_without_a_link_the_next_best_is_taken() -> None:
 
 
 @pytest.mark.parametrize("links", [((1, 1),), ((1, 2), (2, 1)), ((1, 3), (2, 1), (3, 2))])
-def test_versions_that_build_on_each_other_in_a_circle_lead_nowhere(links: tuple[tuple[int, int | None], ...]) -> None:
+def test_cyclic_versions_give_no_path(links: tuple[tuple[int, int | None], ...]) -> None:
     assert lineage_of(*links).next_path() is None
 
 
-def test_a_later_epoch_is_newer_whatever_the_number_and_builds_on_its_own() -> None:
+def test_later_epoch_is_newer_at_any_number_and_has_its_own_chain() -> None:
     lineage = lineage_of((9, None), (10, 9), held=10)
     lineage.on_manifest(manifest(12, 10, epoch=1), 5)
     assert lineage.next_path() is None, "what it builds on is of another epoch"
@@ -108,8 +108,9 @@ def test_a_later_epoch_is_newer_whatever_the_number_and_builds_on_its_own() -> N
         (Refusal.WRONG_RESULT, [[3], [0, 1, 2, 3]]),
     ],
 )
-def test_a_broken_delta_costs_one_anchor_at_most_until_the_next(refusal: Refusal, expected: list[list[int]]) -> None:
-    """None where no other way to it can be better; one where what is held may be to blame, and not one at a version."""
+def test_broken_delta_costs_at_most_one_anchor_until_the_next(refusal: Refusal, expected: list[list[int]]) -> None:
+    """The cost is zero if no other path can be better, and one if the held version may be corrupt, and not one per
+    version."""
     lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
     tried = []
     for offset, version in enumerate(range(3, 9), start=10):
@@ -121,7 +122,7 @@ def test_a_broken_delta_costs_one_anchor_at_most_until_the_next(refusal: Refusal
     assert follow(lineage, {}) == [[9, 10]]
 
 
-def test_if_what_is_held_was_to_blame_the_anchor_mends_it() -> None:
+def test_anchor_repairs_a_corrupt_held_version() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, 1), (3, 2), held=2)
     tried = follow(lineage, {3: Refusal.WRONG_RESULT}, upon_held_only=True)
     assert tried == [[3], [0, 1, 2, 3]]
@@ -130,28 +131,28 @@ def test_if_what_is_held_was_to_blame_the_anchor_mends_it() -> None:
     assert follow(lineage, {}) == [[4]]
 
 
-def test_of_a_path_that_ends_early_what_was_reached_is_held() -> None:
+def test_last_reached_version_of_an_interrupted_path_is_held() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, 1), (3, 2))
     assert follow(lineage, {2: Refusal.WRONG_CHUNK}) == [[0, 1, 2, 3]]
     assert lineage.held == (0, 1)
 
 
-def test_a_broken_anchor_gives_way_to_the_one_before() -> None:
+def test_broken_anchor_falls_back_to_the_previous_anchor() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, None), (3, 2))
     assert follow(lineage, {2: Refusal.MISSING_CHUNK}) == [[2, 3], [0, 1]]
     assert lineage.held == (0, 1)
 
 
-def test_a_version_that_is_stored_whole_again_is_not_taken_twice_and_may_be_joined_from() -> None:
+def test_republished_anchor_is_not_applied_twice_and_starts_new_paths() -> None:
     lineage = lineage_of((0, None), (1, 0), (1, None), held=1)
     assert lineage.next_path() is None
     lineage.on_manifest(manifest(2, 1), 9)
     assert versions(lineage.next_path()) == [2]
-    joiner = lineage_of((1, 0), (1, None), (2, 1))
-    assert versions(joiner.next_path()) == [1, 2]
+    receiver = lineage_of((1, 0), (1, None), (2, 1))
+    assert versions(receiver.next_path()) == [1, 2]
 
 
-def test_what_no_later_path_can_need_is_forgotten() -> None:
+def test_versions_needed_by_no_later_path_are_forgotten() -> None:
     lineage = lineage_of(*CHAIN)
     lineage.on_taken(Placed(manifest(6, 5), 4))
     assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
@@ -161,9 +162,7 @@ def test_what_no_later_path_can_need_is_forgotten() -> None:
 
 @pytest.mark.slow
 @given(st.integers(1, 30), st.one_of(st.none(), st.integers(0, 50)))
-def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
-    anchor_every: int, first_bad: int | None
-) -> None:
+def test_receiver_without_usable_versions_remembers_a_bounded_chain(anchor_every: int, first_bad: int | None) -> None:
     lineage = Lineage()
     for version in range(120):
         lineage.on_manifest(manifest(version, None if version % anchor_every == 0 else version - 1), version)
@@ -174,7 +173,7 @@ def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
         assert len(lineage.versions) <= 2 * anchor_every
 
 
-def test_what_failed_is_not_tried_again_when_it_is_learned_again() -> None:
+def test_failed_version_is_not_retried_when_announced_again() -> None:
     lineage = lineage_of((0, None), (1, None))
     assert follow(lineage, dict.fromkeys((0, 1), Refusal.WRONG_DTYPE)) == [[1], [0]]
     lineage.forget_useless()
@@ -184,7 +183,7 @@ def test_what_failed_is_not_tried_again_when_it_is_learned_again() -> None:
     assert lineage.next_path() is None
 
 
-def test_a_failure_that_is_remembered_holds_nothing_of_the_attempt() -> None:
+def test_remembered_failure_holds_no_memory_of_the_attempt() -> None:
     lineage = lineage_of((0, None))
     path = lineage.next_path()
     assert path is not None
@@ -198,17 +197,17 @@ def test_a_failure_that_is_remembered_holds_nothing_of_the_attempt() -> None:
 
 
 @dataclass
-class World:
-    """A log of manifests that are believed, each whole or broken in some way, and a receiver that follows it."""
+class LineageSimulation:
+    """A log of trusted manifests, each valid or broken in some way, and a receiver that follows it."""
 
     lineage: Lineage = field(default_factory=Lineage)
     faults: dict[int, Refusal] = field(default_factory=dict)
-    """By offset."""
+    """Refusals by offset."""
     all: list[Placed] = field(default_factory=list)
     anchors_in_vain: int = 0
     tried: set[tuple[int, ...]] = field(default_factory=set)
     forgotten: set[int] = field(default_factory=set)
-    """Offsets of what the receiver had forgotten before something newer was written."""
+    """Offsets that the receiver had forgotten before a newer manifest was written."""
 
     def write(self, manifest: WeightManifest, fault: Refusal | None) -> None:
         offset = len(self.all)
@@ -247,7 +246,7 @@ class World:
             self.lineage.on_refused(path, failed, VersionRefused(self.faults[failed.offset], "broken"))
 
     def best(self) -> Order | None:
-        """The newest version to which a whole path leads from an anchor on."""
+        """Return the newest version with a valid path from an anchor."""
         whole: set[Order] = set()
         for placed in sorted(self.all, key=lambda placed: placed.order):
             base = placed.manifest.base_version
@@ -265,39 +264,39 @@ LINKS = st.tuples(
     st.integers(0, 1),
     st.one_of(st.none(), st.none(), st.sampled_from([Refusal.MISSING_CHUNK, Refusal.WRONG_BASE])),
 )
-"""A version, how far below it its base is, its epoch, and how it is broken, if it is."""
+"""A version, the distance to its base, its epoch, and its fault, if any."""
 
 
 @given(st.lists(LINKS, max_size=25), st.lists(st.booleans(), max_size=25))
 @example([(9, None, 0, None), (10, None, 0, Refusal.MISSING_CHUNK), (10, 1, 0, None)], [True])
 @example([(6, None, 0, None), (7, None, 0, None), (8, 2, 0, None), (9, 2, 0, Refusal.MISSING_CHUNK)], [])
-def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
+def test_best_provable_version_is_held_for_any_log(
     links: list[tuple[int, int | None, int, Refusal | None]], looks: list[bool]
 ) -> None:
-    world = World()
+    simulation = LineageSimulation()
     for number, (version, below, epoch, fault) in enumerate(links):
         base = None if below is None else max(0, version - below)
-        world.write(manifest(version, base, epoch=epoch), fault)
+        simulation.write(manifest(version, base, epoch=epoch), fault)
         if number < len(looks) and looks[number]:
-            world.catch_up()
-    world.catch_up()
-    assert world.lineage.held == world.best()
-    assert world.anchors_in_vain <= len(world.faults), "an anchor was fetched twice for one break"
+            simulation.catch_up()
+    simulation.catch_up()
+    assert simulation.lineage.held == simulation.best()
+    assert simulation.anchors_in_vain <= len(simulation.faults), "an anchor was fetched twice for one break"
 
 
 @given(st.integers(1, 30), st.integers(1, 6), st.sampled_from(sorted(BASE_REFUSALS | {Refusal.MISSING_CHUNK}, key=str)))
-def test_one_break_in_an_honest_chain_costs_one_anchor_at_most(at: int, anchor_every: int, fault: Refusal) -> None:
-    """Whoever follows version by version: besides the anchors that are due, one more at most."""
-    world = World()
+def test_one_broken_version_costs_at_most_one_anchor(at: int, anchor_every: int, fault: Refusal) -> None:
+    """The receiver follows version by version: besides the due anchors, it fetches at most one more."""
+    simulation = LineageSimulation()
     for version in range(40):
         base = None if version % anchor_every == 0 else version - 1
-        world.write(manifest(version, base), fault if version == at else None)
-        world.catch_up()
-    assert world.anchors_in_vain <= 1
-    assert world.lineage.held == world.best()
+        simulation.write(manifest(version, base), fault if version == at else None)
+        simulation.catch_up()
+    assert simulation.anchors_in_vain <= 1
+    assert simulation.lineage.held == simulation.best()
 
 
-def test_what_is_newest_and_why_it_is_not_taken() -> None:
+def test_newest_version_is_reported_with_the_reason_of_its_refusal() -> None:
     lineage = lineage_of((0, None), (1, 0), (2, 1))
     assert lineage.newest is not None
     assert lineage.newest.manifest.version == 2

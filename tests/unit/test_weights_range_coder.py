@@ -1,4 +1,4 @@
-"""The range coder: what was coded comes back, bit for bit, and reading past the end is noticed."""
+"""The range coder: coded symbols round-trip bit for bit, and a read past the end is detected."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def uniform_parts(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 def coded(symbols: list[tuple[int, int, int]]) -> bytes:
-    """(0, context, bit) is an adaptive bit, (bits, start, width) a part of 2^bits."""
+    """Encode symbols: (0, context, bit) is an adaptive bit, (bits, start, width) a part of 2^bits."""
     state, bits = coder.encoder(), coder.fresh_bits(CONTEXTS)
     out = np.empty(64 + 8 * len(symbols), dtype=np.uint8)
     for total, first, second in symbols:
@@ -49,13 +49,13 @@ def decodes_to(data: bytes, symbols: list[tuple[int, int, int]]) -> bool:
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.one_of(BIT, uniform_parts()), max_size=200))
-def test_the_coder_gives_back_any_mix_of_bits_and_parts(symbols: list[tuple[int, int, int]]) -> None:
+def test_any_mix_of_bits_and_symbols_round_trips(symbols: list[tuple[int, int, int]]) -> None:
     assert decodes_to(coded(symbols), symbols)
 
 
 @settings(max_examples=100)
 @given(st.lists(uniform_parts(), max_size=5), st.sampled_from([(0, 0, 0), (20, 0, 1), (8, 0, 3)]), st.integers(0, 3000))
-def test_the_coder_gives_back_what_ends_in_zero_bytes(
+def test_output_that_ends_in_zero_bytes_round_trips(
     symbols: list[tuple[int, int, int]], last: tuple[int, int, int], times: int
 ) -> None:
     symbols = symbols + [last] * times
@@ -63,16 +63,16 @@ def test_the_coder_gives_back_what_ends_in_zero_bytes(
 
 
 @pytest.mark.parametrize("bit", [0, 1])
-def test_an_adaptive_bit_learns(bit: int) -> None:
+def test_adaptive_bit_model_learns(bit: int) -> None:
     assert len(coded([(0, 0, bit)] * 20_000)) < 64
 
 
 @settings(max_examples=40)
 @given(st.integers(1, 60), st.booleans(), st.lists(uniform_parts(), max_size=10))
-def test_a_carry_runs_through_any_number_of_waiting_bytes(
+def test_carry_propagates_through_any_number_of_pending_bytes(
     symbols_before: int, carries: bool, after: list[tuple[int, int, int]]
 ) -> None:
-    """Each part is chosen to leave open whether the bytes so far end in 7F FF FF ... or in 80 00 00 ..."""
+    """Each part leaves open whether the bytes so far end in 7F FF FF ... or in 80 00 00 ..."""
     state, out = coder.encoder(), np.empty(1000, dtype=np.uint8)
     symbols = [(20, 2**19 - 1, 2)]
     coder.encode_uniform(state, out, 2**19 - 1, 2, 20)
@@ -91,12 +91,12 @@ def test_a_carry_runs_through_any_number_of_waiting_bytes(
 
 
 def _middle(state: NDArray[np.uint64]) -> int:
-    """The part of 2^20 that a carry would begin in."""
+    """Return the part of 2^20 in which a carry would begin."""
     return int((coder.TOP - state[coder.LOW]) // (state[coder.RANGE] >> np.uint64(20)))
 
 
-def test_reading_on_past_the_end_is_noticed() -> None:
+def test_reading_past_the_end_is_detected() -> None:
     symbols = [(8, 77, 1)] * 50
     zeros = [(20, 0, 1)]
-    assert decodes_to(coded(symbols), symbols + zeros * 2)  # the window was read ahead: so far nothing is amiss
+    assert decodes_to(coded(symbols), symbols + zeros * 2)  # the window was read ahead: so far there is no error
     assert not decodes_to(coded(symbols), symbols + zeros * 20)

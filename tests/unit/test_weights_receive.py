@@ -1,4 +1,4 @@
-"""What a receiver says of versions that it does not take, and in which order; no broker is asked."""
+"""Reports of a receiver about refused versions, and their order; no broker is queried."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -15,17 +15,17 @@ from rose.workers.weights.trust import make_trust
 from tests.support.weights_fixtures import bare
 
 NO_READER = cast(Reader, None)
-"""Of chunks: what is refused for its words is not fetched."""
+"""A missing chunk reader: a version that is refused for its values is not fetched."""
 
 
-def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_versions_come_with_the_reason_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BusSettings("127.0.0.1:1", "", {})
     receiver = WeightReceiver(settings, make_trust(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
-    told: list[tuple[int, str] | None] = []
+    refusals: list[tuple[int, str] | None] = []
     counts = receiver._count
 
     def count(refusal: Refusal) -> None:
-        told.append(receiver.refused_newest)
+        refusals.append(receiver.refused_newest)
         counts(refusal)
 
     monkeypatch.setattr(receiver, "_count", count)
@@ -34,15 +34,15 @@ def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkey
     for _ in range(2):
         receiver._catch_up(NO_READER)
     assert sum(receiver.refusals.values()) == 2, "each once"
-    assert told == [receiver.refused_newest] * 2
+    assert refusals == [receiver.refused_newest] * 2
     assert receiver.refused_newest is not None and receiver.refused_newest[0] == 2
 
 
-def test_what_the_user_says_of_fetches_holds_for_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+def test_fetch_settings_of_the_user_apply_to_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch_sizes: list[object] = []
 
     def reader(settings: BusSettings, client_id: str, **other: object) -> SimpleNamespace:
-        asked.append({**settings.consumer(client_id, "log"), **other}.get("fetch.max.bytes"))
+        fetch_sizes.append({**settings.consumer(client_id, "log"), **other}.get("fetch.max.bytes"))
         return SimpleNamespace(assign=lambda _: None, close=lambda: None)
 
     monkeypatch.setattr(receive, "Reader", reader)
@@ -51,4 +51,4 @@ def test_what_the_user_says_of_fetches_holds_for_chunks_too(monkeypatch: pytest.
         receiver = WeightReceiver(settings, make_trust(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
         receiver._stopping.set()
         receiver._follow()
-    assert asked == [None, receive.SMALL_FETCHES["fetch.max.bytes"], "8000000", "8000000"]
+    assert fetch_sizes == [None, receive.SMALL_FETCHES["fetch.max.bytes"], "8000000", "8000000"]

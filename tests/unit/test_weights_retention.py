@@ -1,4 +1,4 @@
-"""What may be deleted: nothing that a version from a run's last anchor but one on can need, whoever says otherwise."""
+"""Deletion: no version from a run's second last anchor on loses a chunk, under any forgery."""
 
 from itertools import count
 
@@ -48,35 +48,35 @@ def end(offset: int, key: str) -> Envelope:
 
 
 def compacted(log: list[Envelope]) -> list[Envelope]:
-    """Of each key the newest, and no tombstone."""
+    """Return the newest record of each key, without tombstones."""
     newest = {each.key: each for each in log}
     return [each for each in log if newest[each.key] is each and each.record is not None]
 
 
-def test_all_of_a_runs_first_two_anchors_is_needed() -> None:
+def test_all_versions_of_the_first_two_anchors_are_needed() -> None:
     assert versions([manifest(0, None), manifest(1, 0), manifest(2, None)]) == [0, 1, 2]
 
 
-def test_what_lies_before_the_last_anchor_but_one_is_not() -> None:
+def test_versions_before_the_second_last_anchor_are_not_needed() -> None:
     found = [manifest(version, None if version % 3 == 0 else version - 1) for version in range(11)]
     assert versions(found) == [6, 7, 8, 9, 10]
 
 
-def test_a_version_that_was_stored_whole_again_is_an_anchor_of_its_own() -> None:
+def test_republished_anchor_counts_as_an_anchor() -> None:
     found = [manifest(0, None), manifest(1, 0), manifest(1, None), manifest(2, 1), manifest(2, None)]
     assert versions(found) == [1, 2, 2]
 
 
-def test_an_older_epoch_is_older_whatever_its_numbers() -> None:
+def test_older_epoch_is_older_at_any_version_number() -> None:
     found = [manifest(8, None), manifest(9, 8), manifest(10, None, epoch=1), manifest(11, None, epoch=2)]
     assert versions(found) == [10, 11]
 
 
-def test_without_an_anchor_nothing_is_given_up() -> None:
+def test_nothing_is_deleted_without_an_anchor() -> None:
     assert versions([manifest(4, 3), manifest(5, 4)]) == [4, 5]
 
 
-def test_the_first_needed_offset_is_that_of_the_oldest_chunk_of_each_partition() -> None:
+def test_first_needed_offset_is_the_oldest_needed_chunk_per_partition() -> None:
     found = [manifest(3, None, (0, 30), (1, 12)), manifest(4, 3, (1, 11), (2, 5)), manifest(5, 4)]
     assert lowest_offsets(chunk for each in found for chunk in each.first) == {0: 30, 1: 11, 2: 5}
 
@@ -90,7 +90,7 @@ CHAIN = [
 ]
 
 
-def test_what_is_given_up_is_deleted_once() -> None:
+def test_unneeded_files_are_deleted_once() -> None:
     found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
     gone = what_is_released(TRUST, found)
     assert (gone.before, gone.files, gone.keys) == ({0: 20}, ["anchor-a"], ["m/:run/0/anchor-a", "m/:run/1"])
@@ -98,8 +98,8 @@ def test_what_is_given_up_is_deleted_once() -> None:
     assert what_is_released(TRUST, [*found, *ended]).keys == []
 
 
-def test_a_manifest_outlives_the_files_that_it_names() -> None:
-    """Without the store they cannot be deleted, and nothing else knows of them."""
+def test_manifest_is_deleted_after_its_files() -> None:
+    """Files cannot be deleted without the store, and only the manifest knows them."""
     found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
     gone = what_is_released(TRUST, found, stored=False)
     assert (gone.before, gone.files, gone.keys) == ({0: 20}, [], ["m/:run/1"])
@@ -110,8 +110,8 @@ def test_a_manifest_outlives_the_files_that_it_names() -> None:
 
 
 @given(st.lists(st.sampled_from(["starts", "steps", "deletes", "compacts"]), max_size=40))
-def test_whatever_lies_in_the_store_is_named_on_the_log_until_it_is_deleted(history: list[str]) -> None:
-    """However often a trainer starts at one version, is killed before it deletes, and the log is compacted."""
+def test_every_stored_file_is_named_by_a_manifest_until_deleted(history: list[str]) -> None:
+    """A trainer may start often at one version, be killed before its deletions, and the log may be compacted."""
     log: list[Envelope] = []
     anchors: list[str] = []
     store: set[str] = set()
@@ -142,35 +142,37 @@ def test_whatever_lies_in_the_store_is_named_on_the_log_until_it_is_deleted(hist
 
 
 @pytest.mark.parametrize(("key", "ended"), [("m/:run/0", ["m/:run/0", "m/:run/1"]), (f"m/{OTHER}/0", ["m/:run/1"])])
-def test_a_manifest_is_ended_under_the_key_that_it_has_unless_that_is_anothers(key: str, ended: list[str]) -> None:
-    """Earlier keys had no file; and whoever may write can put what is signed under any key."""
+def test_manifest_is_tombstoned_under_its_own_key_only(key: str, ended: list[str]) -> None:
+    """Earlier keys had no file, and any writer can put a signed manifest under any key."""
     first, *rest = (honest(offset, each) for offset, each in enumerate(CHAIN))
     gone = what_is_released(TRUST, [msgspec.structs.replace(first, key=key), *rest])
     assert (gone.files, gone.keys) == (["anchor-a"], ended)
 
 
-def test_a_key_that_a_needed_manifest_has_is_never_ended() -> None:
+def test_key_of_a_needed_manifest_is_never_tombstoned() -> None:
     found = [manifest(3, None), manifest(4, 3), manifest(4, None), manifest(5, None)]
     assert what_is_released(TRUST, [honest(offset, each) for offset, each in enumerate(found)]).keys == ["m/:run/3"]
 
 
 @pytest.mark.parametrize("version", [5, 2**50])
-def test_forged_anchors_delete_nothing_of_what_is_honest(version: int) -> None:
-    """Two of them, which say that only what comes behind them is needed."""
+def test_forged_anchors_delete_no_honest_version(version: int) -> None:
+    """Two forged anchors claim that only later chunks are needed."""
     found = [honest(offset, each) for offset, each in enumerate(CHAIN[:2])]
-    lies = [forged(5 + n, manifest(version + n, None, (0, 10**6), (1, 10**6))) for n in range(2)]
-    gone = what_is_released(TRUST, [*found, *lies])
+    forged_manifests = [forged(5 + n, manifest(version + n, None, (0, 10**6), (1, 10**6))) for n in range(2)]
+    gone = what_is_released(TRUST, [*found, *forged_manifests])
     assert (gone.before, gone.files, gone.keys) == ({0: 0}, [], [])
 
 
-def test_nothing_is_deleted_where_the_run_itself_needs_nothing() -> None:
-    """What lies there may be on its way: chunks come before their manifest."""
-    stranger = honest(9, manifest(0, None, (1, 50), run=OTHER))
-    assert what_is_released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), stranger]).before == {0: 20}
+def test_nothing_is_deleted_for_a_run_without_versions() -> None:
+    """The chunks may be of a version in publication: chunks precede their manifest."""
+    foreign_manifest = honest(9, manifest(0, None, (1, 50), run=OTHER))
+    assert what_is_released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), foreign_manifest]).before == {
+        0: 20
+    }
 
 
-def test_what_other_runs_need_stays_until_their_manifests_are_ended() -> None:
-    """Of the same key or another, of this model or another, however long they are silent."""
+def test_chunks_of_other_runs_are_retained_until_their_manifests_are_tombstoned() -> None:
+    """The runs have the same key or another, this model or another, and any length of silence."""
     theirs = manifest(0, None, (0, 3), run=OTHER, files=("anchor-d",))
     unknown = msgspec.structs.replace(manifest(0, None, (0, 2)), model_id="n")
     other_key = manifest(1, None, (0, 1), run=OTHER)
@@ -188,16 +190,18 @@ def test_what_other_runs_need_stays_until_their_manifests_are_ended() -> None:
     assert what_is_released(TRUST, [*found, honest(13, theirs)]).before == {0: 3}
 
 
-def test_forged_anchors_of_another_run_do_not_delete_what_it_needs() -> None:
+def test_forged_anchors_of_another_run_delete_none_of_its_versions() -> None:
     mine = [honest(offset, each) for offset, each in enumerate(CHAIN)]
-    lies = [forged(8 + n, manifest(8 + n, None, (0, 10**6), run=OTHER)) for n in range(2)]
-    assert what_is_released(TRUST, [*mine, honest(7, manifest(7, None, (0, 3), run=OTHER)), *lies]).before == {0: 3}
+    forged_manifests = [forged(8 + n, manifest(8 + n, None, (0, 10**6), run=OTHER)) for n in range(2)]
+    assert what_is_released(
+        TRUST, [*mine, honest(7, manifest(7, None, (0, 3), run=OTHER)), *forged_manifests]
+    ).before == {0: 3}
 
 
-def test_a_run_that_is_heard_or_keeps_nothing_back_is_not_named() -> None:
+def test_active_run_or_run_without_retained_chunks_is_not_named() -> None:
     late = [honest(offset, each, at=QUIET_SECONDS + 1) for offset, each in enumerate(CHAIN)]
-    heard = [honest(7, manifest(0, None, (0, 3), run=OTHER)), honest(8, manifest(1, 0, (0, 33), run=OTHER), at=2.0)]
-    assert what_is_released(TRUST, [*late, *heard]).kept_for == []
+    active = [honest(7, manifest(0, None, (0, 3), run=OTHER)), honest(8, manifest(1, 0, (0, 33), run=OTHER), at=2.0)]
+    assert what_is_released(TRUST, [*late, *active]).kept_for == []
     assert what_is_released(TRUST, [*late, honest(7, manifest(0, None, (0, 33), run=OTHER))]).kept_for == []
 
 
@@ -205,6 +209,6 @@ def test_a_run_that_is_heard_or_keeps_nothing_back_is_not_named() -> None:
     ("field", "value", "sentence"),
     [("dtype", "int8", "dtype"), ("anchor_every", -1, "anchor_every"), ("column_parts", 0, "column_parts")],
 )
-def test_settings_out_of_their_range_are_one_sentence(field: str, value: object, sentence: str) -> None:
+def test_settings_out_of_range_are_refused_in_one_sentence(field: str, value: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence} must be"):
         WeightsConfig(**{field: value})  # type: ignore[arg-type]

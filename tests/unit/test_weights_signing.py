@@ -1,4 +1,4 @@
-"""Key files: a private key and its own public one, and files that are none are one sentence."""
+"""Key files: a private key and its public key; invalid files are reported in one sentence."""
 
 import stat
 from pathlib import Path
@@ -22,7 +22,7 @@ from rose.workers.weights.trust import Trust, load_signing_key, make_keys, make_
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 
 
-def test_keys_that_were_made_sign_and_check(tmp_path: Path) -> None:
+def test_generated_keys_sign_and_verify(tmp_path: Path) -> None:
     file = tmp_path / "trainer.pem"
     public = make_keys(file)
     assert public == tmp_path / "trainer.pem.pub"
@@ -41,18 +41,18 @@ def test_no_key_is_ever_overwritten(tmp_path: Path, there: str) -> None:
     )
 
 
-def test_where_keys_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_unwritable_key_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write keys"):
         make_keys(tmp_path / "no" / "folder" / "trainer.pem")
 
 
 @pytest.mark.parametrize("name", [".", "/", ""])
-def test_a_folder_is_no_name_for_a_key(name: str) -> None:
+def test_folder_is_refused_as_a_key_file(name: str) -> None:
     with pytest.raises(UsageError, match="is a folder: `rose keys FILE` writes"):
         make_keys(Path(name))
 
 
-def test_a_configuration_says_who_signs_and_whose_versions_are_taken(tmp_path: Path) -> None:
+def test_configuration_names_the_signing_key_and_the_trusted_key(tmp_path: Path) -> None:
     private, public = tmp_path / "a", make_keys(tmp_path / "a")
     others = make_keys(tmp_path / "b")
     signer = load_signing_key(WeightsConfig(signing_key=private, trusted_key=public))
@@ -96,9 +96,7 @@ BAD_PUBLIC = {
     [pytest.param(private_key, content, id=f"private, {how}") for how, content in BAD_PRIVATE.items()]
     + [pytest.param(public_key, content, id=f"public, {how}") for how, content in BAD_PUBLIC.items()],
 )
-def test_a_file_that_is_no_key_is_one_sentence_with_the_fix(
-    load: object, content: bytes | None, tmp_path: Path
-) -> None:
+def test_invalid_key_file_is_reported_with_the_fix(load: object, content: bytes | None, tmp_path: Path) -> None:
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)

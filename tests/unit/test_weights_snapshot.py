@@ -1,4 +1,4 @@
-"""The copy of a policy that is published: what no engine could serve is refused before anything travels."""
+"""The published copy of a policy: values that no engine could serve are refused before publication."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Snapshot:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
-def test_a_value_that_is_not_finite_does_not_travel(own: torch.dtype, dtype: torch.dtype | None, value: float) -> None:
+def test_non_finite_value_is_not_published(own: torch.dtype, dtype: torch.dtype | None, value: float) -> None:
     tensor = torch.zeros(3, 5, dtype=own)
     tensor[2, 4] = value
     with pytest.raises(NotFinite, match="w holds a value that is not finite"):
@@ -23,16 +23,14 @@ def test_a_value_that_is_not_finite_does_not_travel(own: torch.dtype, dtype: tor
 @pytest.mark.parametrize(
     ("dtype", "value"), [(torch.float16, 65_520.0), (torch.float16, -1e5), (torch.bfloat16, 3.4e38)]
 )
-def test_a_value_that_is_too_large_for_what_it_travels_as_is_refused_with_the_setting(
-    dtype: torch.dtype, value: float
-) -> None:
+def test_value_too_large_for_the_published_type_is_refused_with_the_setting(dtype: torch.dtype, value: float) -> None:
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(NotFinite, match=rf"w holds .*, which {name} does not: set weights\.dtype and executor\.dtype"):
         copied(torch.tensor([[1.0, value]]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_largest_and_the_smallest_of_each_type_travel(dtype: torch.dtype) -> None:
+def test_extreme_values_of_each_type_are_published(dtype: torch.dtype) -> None:
     limits = torch.finfo(dtype)
     ends = torch.tensor([limits.max, limits.min, limits.tiny, -0.0, limits.smallest_normal / 2], dtype=dtype)
     assert copied(ends).words["w"].size == 5

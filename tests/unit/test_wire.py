@@ -1,4 +1,4 @@
-"""The wire form: what goes in comes out, and nothing else gets in."""
+"""The wire format: records round-trip, and invalid bytes are refused."""
 
 import contextlib
 import math
@@ -38,7 +38,7 @@ def test_logprobs_survive_packing_to_the_bit(logprobs: list[float]) -> None:
 
 
 @given(st.binary().filter(lambda packed: len(packed) % 4))
-def test_a_torn_array_is_refused(packed: bytes) -> None:
+def test_truncated_array_is_refused(packed: bytes) -> None:
     with pytest.raises(RecordError):
         unpack_tokens(packed)
     with pytest.raises(RecordError):
@@ -46,13 +46,13 @@ def test_a_torn_array_is_refused(packed: bytes) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_token_that_does_not_fit_is_not_wrapped_around(token: int) -> None:
+def test_token_beyond_its_integer_type_is_refused(token: int) -> None:
     with pytest.raises(OverflowError):
         pack_tokens([token])
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.SCHEMA)
-def test_records_survive_the_wire(example: Record) -> None:
+def test_records_round_trip(example: Record) -> None:
     assert decode(type(example), encode(example), headers_of(example)) == example
 
 
@@ -63,7 +63,7 @@ def test_bytes_from_anywhere_are_a_record_or_a_record_error(record: type[Record]
 
 
 @given(st.data())
-def test_a_damaged_record_is_a_record_or_a_record_error(data: st.DataObject) -> None:
+def test_damaged_record_is_a_record_or_a_record_error(data: st.DataObject) -> None:
     example = data.draw(st.sampled_from(EXAMPLES))
     wire = bytearray(encode(example))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -85,20 +85,20 @@ def test_a_damaged_record_is_a_record_or_a_record_error(data: st.DataObject) -> 
         ("arguments", [1]),
     ],
 )
-def test_a_prompt_out_of_bounds_is_refused_and_the_field_is_named(field: str, value: Any) -> None:
+def test_prompt_out_of_bounds_is_refused_and_the_field_is_named(field: str, value: Any) -> None:
     raw = msgspec.to_builtins(PROMPT) | {field: value}
     for wire in (msgpack.packb(raw), msgspec.json.encode(raw)):
         with pytest.raises(RecordError, match=field):
             decode(Prompt, wire)
 
 
-def test_a_prompt_may_be_json_and_no_other_record_may() -> None:
+def test_prompt_may_be_json_and_no_other_record_may() -> None:
     assert decode(Prompt, msgspec.json.encode(PROMPT)) == PROMPT
     with pytest.raises(RecordError):
         decode(TurnRequest, msgspec.json.encode(REQUEST))
 
 
-def test_a_header_that_names_another_record_is_refused() -> None:
+def test_header_that_names_another_record_is_refused() -> None:
     with pytest.raises(RecordError, match="turn-request/1"):
         decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"turn-request/1")])
     for number in ("3", "1", "99"):
@@ -106,15 +106,15 @@ def test_a_header_that_names_another_record_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "fields"),
     [
         ("max_turn", {"max_turn": 3}),
         ("top_k", {"sampling": {"top_k": 5}}),
         ("x" * 64 + "`", {"x" * 100_000: 1}),
     ],
 )
-def test_a_prompt_that_says_what_is_not_known_is_refused(field: str, said: dict[str, Any]) -> None:
-    raw = msgpack.unpackb(encode(PROMPT)) | said
+def test_prompt_with_an_unknown_field_is_refused(field: str, fields: dict[str, Any]) -> None:
+    raw = msgpack.unpackb(encode(PROMPT)) | fields
     for wire in (msgpack.packb(raw), msgspec.json.encode(raw)):
         with pytest.raises(RecordError, match=f"no field `{field}"):
             decode(Prompt, wire)
@@ -133,12 +133,12 @@ PAIRS = '"group_id":"a","group_size":2,"environment":"calculator"'
         ("environment", b"\x84\xa8group_id\xa1a\xaagroup_size\x02" + 2 * b"\xabenvironment\xaacalculator"),
     ],
 )
-def test_a_prompt_that_says_a_thing_twice_is_refused(key: str, wire: bytes) -> None:
+def test_prompt_with_a_duplicate_key_is_refused(key: str, wire: bytes) -> None:
     with pytest.raises(RecordError, match=f"`{key}` is there twice"):
         decode(Prompt, wire)
 
 
-def test_a_prompt_that_leaves_things_open_is_short() -> None:
+def test_prompt_with_defaults_is_short() -> None:
     short = Prompt(group_id="gsm8k/train/17", group_size=2, environment="calculator")
     assert msgpack.unpackb(encode(short)) == {
         "group_id": "gsm8k/train/17",
@@ -148,7 +148,7 @@ def test_a_prompt_that_leaves_things_open_is_short() -> None:
     assert decode(Prompt, encode(short)) == short
 
 
-def test_a_record_over_the_limit_is_neither_written_nor_read() -> None:
+def test_record_over_the_limit_is_neither_written_nor_read() -> None:
     chunk = WeightChunk(
         model_id="m", version=1, tensor="t", part=0, payload=bytes(MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES)
     )
@@ -158,20 +158,20 @@ def test_a_record_over_the_limit_is_neither_written_nor_read() -> None:
         decode(WeightChunk, bytes(MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES + 1))
 
 
-def test_a_dispatch_of_which_a_reader_would_find_no_request_is_not_written() -> None:
+def test_dispatch_without_a_readable_request_is_not_written() -> None:
     dispatch = next(each for each in EXAMPLES if isinstance(each, TurnDispatch))
     packed: Any = encode(REQUEST)  # bytes within bytes, where a request is expected
     with pytest.raises(RecordError):
         encode(msgspec.structs.replace(dispatch, asked=packed))
 
 
-def test_an_unpacked_array_cannot_be_written_through() -> None:
+def test_unpacked_array_is_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         unpack_logprobs(pack_logprobs([1.0]))[0] = np.float32(2.0)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e18])
-def test_no_moment_is_read_that_no_clock_could_say(seconds: float) -> None:
+def test_impossible_timestamp_is_refused(seconds: float) -> None:
     raw = msgpack.unpackb(encode(REQUEST)) | {"requested_at": seconds}
     with pytest.raises(RecordError, match="requested_at"):
         decode(TurnRequest, msgpack.packb(raw))

@@ -20,18 +20,18 @@ PACKAGES = ("schemas", "topics", "pipeline", "workers")
 FIELD, VALUE = "added_next", "set by next"
 
 KEPT = ("workers/trainer/checkpoint.py", "workers/trainer/step_log.py")
-"""What declares the structs that a trainer keeps on disk."""
+"""Modules that declare the structs that a trainer keeps on disk."""
 
 AS_THEY_ARE = ("Record", "Identity")
-"""The one has no fields of its own; whose a checkpoint is, is compared whole: with one more it would be another's."""
+"""Structs without the new field. `Record` has no fields, and `Identity` is compared as a whole."""
 
 NUMBER = re.compile(r'(SCHEMA: ClassVar\[str\] = "[a-z-]+/)(\d+)"')
 
 
 def make_next(folder: Path, more: Sequence[str] = ()) -> None:
-    """Write the packages, and what a wheel of them is built from, into this folder, which is not there yet.
+    """Write the packages and the build files of a wheel into this new folder.
 
-    `more`: other modules that make such structs, which are no part of the wheel.
+    `more` are other modules with such structs that are not part of the wheel.
     """
     folder.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md"):
@@ -55,7 +55,7 @@ def make_next(folder: Path, more: Sequence[str] = ()) -> None:
 
 
 def _structs(module: ast.Module) -> Iterator[ast.ClassDef]:
-    """The structs that it declares and that are to have a field more."""
+    """Return the structs of a module that get the new field."""
     for node in module.body:
         if isinstance(node, ast.ClassDef) and node.name not in AS_THEY_ARE:
             bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
@@ -64,7 +64,8 @@ def _structs(module: ast.Module) -> Iterator[ast.ClassDef]:
 
 
 def _changed(source: str, declared: dict[str, set[str]], *, declares: bool) -> str:
-    """A module as the next version has it. `declares`: its own structs are among those `declared` by module."""
+    """Return a module of the next version. `declares`: whether its own structs are among those `declared`, by
+    module."""
     module = ast.parse(source)
     own = list(_structs(module)) if declares else []
     names = {*_imported(module, declared), *(struct.name for struct in own)}
@@ -89,7 +90,7 @@ def _changed(source: str, declared: dict[str, set[str]], *, declares: bool) -> s
 
 
 def _imported(module: ast.Module, declared: dict[str, set[str]]) -> Iterator[str]:
-    """The structs that it has from the modules that declare some."""
+    """Return the structs that a module imports from the declaring modules."""
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom):
             yield from (alias.name for alias in node.names if alias.name in declared.get(node.module or "", ()))

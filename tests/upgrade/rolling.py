@@ -1,13 +1,13 @@
-"""Rolling changes as plans: one after another is asked to leave and started again, while prompts come. Pure.
+"""Rolling changes as plans: workers are stopped and restarted one after another under load. Pure.
 
-Keeps true: nobody is asked to leave before all are well again, as where a StatefulSet rolls.
+Keeps true: a worker is stopped only while all others are healthy, like in a StatefulSet.
 """
 
 import random
 from collections.abc import Sequence
 
-from tests.support.storm.lines import Lines, Sort
-from tests.support.storm.plan import Act, Deed, Plan, Role, Worker
+from tests.support.storm.lines import LineKind, Lines
+from tests.support.storm.plan import Act, Plan, PlannedFault, Role, Worker
 from tests.support.storm.shape import Shape
 
 FLEET = (
@@ -17,13 +17,13 @@ FLEET = (
     Worker(Role.TRAINER, 0),
     Worker(Role.LENDER, 0),
 )
-"""Who runs, in the order in which they are replaced: new environment workers have old routers for a while."""
+"""Workers in the order of their replacement: new environment workers work with old routers for a while."""
 
 
 def rolling(seed: int, shape: Shape, first: Sequence[Worker], order: Sequence[Worker]) -> Plan:
-    """The workers of `first` run; those of `order` are replaced one by one."""
-    deeds = [Deed(0.0, act, worker) for worker in order for act in (Act.LEAVE, Act.START)]
+    """Return the plan: the workers of `first` run, and those of `order` are replaced one by one."""
+    planned_faults = [PlannedFault(0.0, act, worker) for worker in order for act in (Act.LEAVE, Act.START)]
     dice = random.Random(f"rolling {seed}")
-    good = (line for line in Lines(dice, shape).drawn() if line.sort is Sort.GOOD)
+    good = (line for line in Lines(dice, shape).drawn() if line.sort is LineKind.GOOD)
     lines = sorted(good, key=lambda line: line.at)
-    return Plan(seed, shape, tuple(first), tuple(deeds), tuple(lines), in_turn=True)
+    return Plan(seed, shape, tuple(first), tuple(planned_faults), tuple(lines), in_turn=True)

@@ -1,6 +1,6 @@
-"""A rolling restart of the broker's nodes under load, as one replaces them by a newer Kafka.
+"""A rolling restart of the broker's nodes under load, as for an upgrade of Kafka.
 
-Nothing excuses a stall here: of three nodes two are always well.
+No stall is excused: two of three nodes are always healthy.
 
 ROSE_CHAOS_SEED repeats a seed.
 """
@@ -25,7 +25,7 @@ NODES = [Worker(Role.NODE, number) for number in range(3)]
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it produces the prompts")
-def test_every_node_is_stopped_and_started_again_twice_and_nothing_stands_still(tmp_path: Path) -> None:
+def test_run_does_not_stall_while_every_node_is_restarted_twice(tmp_path: Path) -> None:
     print(f"ROSE_CHAOS_SEED={SEED}")
     workers = [worker for worker in FLEET if worker.role is not Role.LENDER]
     shape = Shape(nodes=len(NODES), round_seconds=120.0, groups_per_second=0.7, blocking_groups=0)

@@ -1,6 +1,6 @@
-"""A rolling upgrade under load: from this version's wheel to the next one's and back.
+"""A rolling upgrade under load: from the wheel of this version to the next version and back.
 
-Nothing excuses a stall here: of all but the trainer there are two, and one of them is always well.
+No stall is excused: there are two processes of every role except the trainer, and one of them is always healthy.
 
 ROSE_CHAOS_SEED repeats a seed.
 """
@@ -46,12 +46,12 @@ places = {(topic, part): OFFSET_BEGINNING for topic in RECORD_TOPICS for part in
 read = sum(1 for each in read_to_end(settings, places, on_invalid=spoiled.append))
 assert read and not spoiled, spoiled
 """
-"""Reads every record on the log, whoever wrote it."""
+"""Program that reads every record on the log, of either version."""
 
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """This version and the next one, each installed from its wheel into a folder of its own."""
+    """This version and the next version, each installed from its wheel into its own folder."""
     folder = tmp_path_factory.mktemp("versions")
     make_next(folder / "next")
     for name, source in (("this", ROOT), ("next", folder / "next")):
@@ -65,15 +65,15 @@ def clean(report: Report) -> None:
     assert report.left.keys() == {0}, report.left
 
 
-def test_every_role_goes_to_the_next_version_and_back_under_load(tmp_path: Path, sites: tuple[Path, Path]) -> None:
-    """From wheels, on Apache Kafka, one process after another, a server that lends among them."""
+def test_every_role_is_upgraded_and_downgraded_under_load(tmp_path: Path, sites: tuple[Path, Path]) -> None:
+    """The processes run from wheels on Apache Kafka and are replaced one by one, a lending server among them."""
     print(f"ROSE_CHAOS_SEED={SEED}")
     shape = Shape(nodes=0, lenders=1, round_seconds=300.0, groups_per_second=0.7, blocking_groups=0)
     plan = rolling(SEED, shape, FLEET, [*FLEET, *FLEET])
     with start(KAFKA, tmp_path / "broker") as broker:
         report = blow(tmp_path / "roles", plan, broker, sites=sites)
         clean(report)
-        assert sum(report.faults.values()) == len(plan.deeds) // 2
+        assert sum(report.faults.values()) == len(plan.planned_faults) // 2
         settings = broker.settings(NAMESPACE)
         for site in sites:
             subprocess.run(
@@ -86,7 +86,7 @@ def test_every_role_goes_to_the_next_version_and_back_under_load(tmp_path: Path,
 
 
 def both_hands_wrote(settings: BusSettings) -> None:
-    """Every kind of record came from both versions, but for prompts, which a producer wrote."""
+    """Assert that both versions wrote every kind of record, except prompts, which a producer wrote."""
     topics = {settings.topic(topic): topic for topic in RECORD_TOPICS if topic not in (GRANTS, PROMPTS)}
     hands: defaultdict[object, Counter[object]] = defaultdict(Counter)
     for found in read_all(settings, [*topics]):
@@ -100,20 +100,20 @@ def both_hands_wrote(settings: BusSettings) -> None:
 
 
 def requests_passed_unharmed(settings: BusSettings) -> None:
-    """Whichever router dispatched it: what executors read is what the environment worker asked for."""
-    asked: dict[tuple[str, int], object] = {}
+    """Assert that executors read each request as the environment worker wrote it, through routers of either version."""
+    requested: dict[tuple[str, int], object] = {}
     sent: Counter[tuple[bool, bool]] = Counter()
     dispatches = []
     for found in read_all(settings, [settings.topic(REQUESTED), settings.topic(DISPATCHED)]):
         if found.value is None:
             continue
         if found.topic == settings.topic(REQUESTED):
-            asked[found.record["trajectory_id"], found.record["turn"]] = found.record
+            requested[found.record["trajectory_id"], found.record["turn"]] = found.record
         else:
             dispatches.append(found.record)
     for dispatch in dispatches:
         request = dispatch["request"]
-        assert request == asked[request["trajectory_id"], request["turn"]]
+        assert request == requested[request["trajectory_id"], request["turn"]]
         sent[FIELD in request, FIELD in dispatch] += 1
     print(f"dispatches, by whether the request and the dispatch are of the next version: {dict(sent)}")
     assert sent.keys() == {(False, False), (False, True), (True, False), (True, True)}

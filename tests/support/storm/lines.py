@@ -1,6 +1,6 @@
-"""What kcat produces to the prompts in a storm: lines good, bad and repeated, drawn from a seed. Pure.
+"""Records that kcat produces to the prompts in a storm: valid, invalid and repeated lines, drawn from a seed. Pure.
 
-Keeps true: a line is told by its mark, which survives whatever is done to it.
+Keeps true: a line is identified by its mark, which survives every transformation.
 """
 
 import json
@@ -16,12 +16,13 @@ BLOCKING = "storm_environments:Blocking"
 """The environment of trajectories that must end as failures of the infrastructure."""
 
 
-class Sort(Enum):
-    """What must become of a line."""
+class LineKind(Enum):
+    """Expected fate of a line."""
 
     GOOD = "good"
     REPEATED = "repeated"
-    """The group id is that of a good line before: one of them opens the group, every other is a dead letter."""
+    """The group id equals that of an earlier valid line: one line opens the group, every other line is dead-lettered.
+    """
     BAD = "bad"
 
 
@@ -30,20 +31,20 @@ class Line:
     """One record that kcat produces to the prompts."""
 
     at: float
-    sort: Sort
+    sort: LineKind
     mark: str
-    """Stands in the value, in no other line, and survives whatever is done to it."""
+    """A unique part of the value that survives every transformation."""
     value: bytes
     key: str | None = None
     group_id: str = ""
     group_size: int = 0
     blocking: bool = False
     refused: bool = False
-    """It is a prompt, which nobody can carry out: a group that was asked for and ended without a trajectory."""
+    """The line is a valid prompt that cannot be executed: its group is requested and ends without a trajectory."""
 
 
 class Lines:
-    """Prompts good and bad."""
+    """Generator of valid and invalid prompts."""
 
     def __init__(self, dice: random.Random, shape: Shape) -> None:
         self._dice = dice
@@ -51,7 +52,7 @@ class Lines:
         self._marks = 0
 
     def drawn(self) -> Iterator[Line]:
-        """All lines, in no order."""
+        """Return all lines, unordered."""
         seconds = self._shape.seconds
         good = [self._good(number) for number in range(round(seconds * self._shape.groups_per_second))]
         good += [self._good(len(good) + number, blocking=True) for number in range(self._shape.blocking_groups)]
@@ -63,19 +64,19 @@ class Lines:
     def _good(self, number: int, *, blocking: bool = False) -> Line:
         dice, group_id = self._dice, f"group-{number}"
         size = 2 if blocking else self._shape.group_size
-        at = max(0.0, dice.uniform(-0.2, 1.0)) * self._shape.seconds  # a sixth of them wait when the storm begins
+        at = max(0.0, dice.uniform(-0.2, 1.0)) * self._shape.seconds  # a sixth of the lines wait when the storm begins
         mark = self._mark()
         environment = BLOCKING if blocking else "calculator"
         value = self._prompt(mark, group_id, size, environment)
         key = group_id if dice.random() < 0.7 else None
-        return Line(at, Sort.GOOD, mark, value, key, group_id, size, blocking)
+        return Line(at, LineKind.GOOD, mark, value, key, group_id, size, blocking)
 
     def _repeated(self, line: Line) -> Line:
         mark = self._mark()
         key = self._dice.choice((line.group_id, None, f"another-{mark}"))
         at = min(line.at + self._dice.uniform(0.1, self._shape.seconds), self._shape.seconds)
         value = line.value.replace(line.mark.encode(), mark.encode())
-        return Line(at, Sort.REPEATED, mark, value, key, line.group_id, line.group_size, line.blocking)
+        return Line(at, LineKind.REPEATED, mark, value, key, line.group_id, line.group_size, line.blocking)
 
     def _bad(self, number: int) -> Line:
         mark = self._mark()
@@ -83,7 +84,7 @@ class Lines:
         value = spoil(self._prompt(mark, f"bad-{number}", 2, "calculator"), mark)
         at = self._dice.uniform(0.0, self._shape.seconds)
         key = self._dice.choice((None, f"bad-{number}", "k" * 127))
-        return Line(at, Sort.BAD, mark, value, key, refused=spoil in _REFUSED)
+        return Line(at, LineKind.BAD, mark, value, key, refused=spoil in _REFUSED)
 
     def _prompt(self, mark: str, group_id: str, size: int, environment: str) -> bytes:
         prompt: dict[str, object] = {
@@ -110,7 +111,7 @@ _FLOATS = b"[" + b"1.5, " * 170_000 + b"1.5]"
 """850 KB of JSON, 1.5 MB of MessagePack."""
 
 _Spoil: TypeAlias = Callable[[bytes, str], bytes]
-"""Makes a bad line of a good prompt and its mark."""
+"""Makes an invalid line from a valid prompt and its mark."""
 
 _NO_PROMPTS: tuple[_Spoil, ...] = (
     lambda prompt, mark: b"this is no JSON " + mark.encode(),
@@ -129,4 +130,4 @@ _REFUSED: tuple[_Spoil, ...] = (
     lambda prompt, mark: _with(prompt, arguments={"unknown": "?"}).replace(b'"?"', _FLOATS),
 )
 BAD_LINES = len(_NO_PROMPTS) + len(_REFUSED)
-"""Of each round, and as many repeated prompts: every kind of badness is there."""
+"""Number of invalid lines per round, and of repeated prompts. Each kind of invalid line occurs."""

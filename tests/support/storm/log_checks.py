@@ -1,6 +1,6 @@
-"""What a storm left on the log, read by a reader of its own and by kcat, and whether the law holds in it.
+"""The log of a storm, read by an independent reader and by kcat, and checks of the conservation law.
 
-Keeps true: nothing of ROSE is used but the names of topics; what ROSE's own audit says is one more voice.
+Keeps true: the checks use only the topic names of ROSE. The audit of ROSE is compared as one more source.
 """
 
 import re
@@ -19,38 +19,38 @@ from rose.pipeline.audit import audit_log
 from rose.topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
 from rose.topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
 from rose.topics.settings import BusSettings
-from tests.support.storm.lines import Sort
+from tests.support.storm.lines import LineKind
 from tests.support.storm.plan import Plan, Role
 
 WAIT_SECONDS = 60.0
-"""Without a record or an end for so long, the log cannot be read."""
+"""A reader that gets no record and no partition end for so long cannot read the log."""
 READ_SECONDS = 0.2
-"""As long as this a reader collects what comes."""
+"""Time in which a reader collects records."""
 MARK = re.compile(rb"mark-\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LoggedRecord:
     """One committed record."""
 
     topic: str
     partition: int
     offset: int
     at: float
-    """Unix seconds, as its producer said."""
+    """Unix seconds, as stamped by its producer."""
     key: bytes | None
     value: bytes | None
     headers: Mapping[str, bytes]
 
     @property
     def record(self) -> dict[str, Any]:
-        """The value as the map that it is."""
+        """The value, decoded as a map."""
         found: dict[str, Any] = msgpack.unpackb(self.value, strict_map_key=False)
         return found
 
     @property
     def mark(self) -> str:
-        """Which line it came from; empty when from none."""
+        """Mark of the line that the record came from; empty if it came from none."""
         return mark_of(self.value)
 
 
@@ -60,7 +60,7 @@ def mark_of(value: bytes | None) -> str:
 
 
 def consumer_of(settings: BusSettings) -> Consumer:
-    """One that sees what is committed and belongs to no group that anybody else knows."""
+    """Return a consumer of committed records in its own consumer group."""
     return Consumer(
         {
             "bootstrap.servers": settings.bootstrap,
@@ -75,21 +75,23 @@ def consumer_of(settings: BusSettings) -> Consumer:
 
 
 def begin(consumer: Consumer, topics: list[str]) -> set[tuple[str, int]]:
-    """Read these topics from their first record on; returns their partitions."""
+    """Assign these topics from their first record; return their partitions."""
     known = consumer.list_topics(timeout=WAIT_SECONDS).topics
     places = {(topic, partition) for topic in topics for partition in known[topic].partitions}
     consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for topic, partition in places])
     return places
 
 
-def found_in(message: Any) -> Found:
+def found_in(message: Any) -> LoggedRecord:
     headers = {name: value for name, value in message.headers() or () if isinstance(value, bytes)}
     at = message.timestamp()[1] / 1000
-    return Found(message.topic(), message.partition(), message.offset(), at, message.key(), message.value(), headers)
+    return LoggedRecord(
+        message.topic(), message.partition(), message.offset(), at, message.key(), message.value(), headers
+    )
 
 
-def read_all(settings: BusSettings, topics: list[str]) -> Iterator[Found]:
-    """Every committed record of these topics, to their present end. Raises TimeoutError."""
+def read_all(settings: BusSettings, topics: list[str]) -> Iterator[LoggedRecord]:
+    """Yield every committed record of these topics up to their current end. Raises TimeoutError."""
     consumer = consumer_of(settings)
     try:
         left = begin(consumer, topics)
@@ -111,7 +113,7 @@ def read_all(settings: BusSettings, topics: list[str]) -> Iterator[Found]:
 
 
 def read_by_kcat(settings: BusSettings, topic: str) -> list[tuple[bytes, bytes]]:
-    """Key and value of every committed record, as kcat reads them."""
+    """Yield key and value of every committed record, as kcat reads them."""
     command = ["kcat", "-C", "-b", settings.bootstrap, "-t", topic, "-e", "-q"]
     command += ["-X", "isolation.level=read_committed", "-X", "receive.message.max.bytes=536870912", "-f", "%k\n%R%s"]
     read = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS, check=True).stdout
@@ -131,43 +133,43 @@ Turn: TypeAlias = tuple[str, int]
 
 @dataclass(slots=True)
 class Log:
-    """What the law is about, counted."""
+    """Counts of the records that the conservation law relates."""
 
     outcomes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Of every trajectory."""
+    """Outcomes of every trajectory."""
     lines: dict[tuple[str, int, int], str] = field(default_factory=dict)
-    """The mark of every prompt by its place."""
-    letters: list[tuple[tuple[str, int, int], str]] = field(default_factory=list)
-    """Of every dead prompt the place that it names, and its mark."""
+    """The mark of every prompt, by topic, partition and offset."""
+    dead_letters: list[tuple[tuple[str, int, int], str]] = field(default_factory=list)
+    """For every dead-lettered prompt: the location that it names, and its mark."""
     other_letters: Counter[str] = field(default_factory=Counter)
     """Dead letters of other topics."""
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     dispatches: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """How many attempts at each turn were sent to an executor."""
+    """Number of dispatches of each turn."""
     results: int = 0
     samples: Counter[str] = field(default_factory=Counter)
     sample_turns: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """The turns that are in the samples of each trajectory."""
+    """The turns in the samples of each trajectory."""
     sampled_at: dict[str, float] = field(default_factory=dict)
-    """When each trajectory ended."""
+    """Time at which each trajectory ended."""
     applied_at: list[float] = field(default_factory=list)
-    """When each turn was applied: the next one was asked for, or the sample written."""
+    """Times at which turns were applied: the next turn was requested, or the sample written."""
     produced_at: dict[str, float] = field(default_factory=dict)
-    """When the first line of each mark came."""
+    """Time of the first line with each mark."""
 
     faults: int = 0
-    """The most attempts at one turn that ended by somebody's fault; a silence is one."""
+    """Largest number of failed attempts at one turn; a silence counts as a failure."""
     waits: dict[Role, float] = field(default_factory=dict)
-    """The longest that a turn waited to be sent to an executor, and its result to be applied, in seconds."""
+    """Longest time that a turn waited for its dispatch, and a result for its application, in seconds."""
 
     @property
     def turns(self) -> int:
-        """Applied ones."""
+        """Number of applied turns."""
         return sum(map(len, self.sample_turns.values()))
 
 
 def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
-    """Read everything back. `blocked`: trajectories that wait for their environments, and for no worker."""
+    """Read the whole log. `blocked` are the trajectories that wait for their environments and for no worker."""
     log = Log()
     attempts: dict[Turn, set[int]] = defaultdict(set)
     asked_at: dict[Turn, float] = {}
@@ -180,7 +182,7 @@ def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
             log.lines[found.topic, found.partition, found.offset] = found.mark
             log.produced_at.setdefault(found.mark, found.at)
         elif found.value is None:
-            continue  # a tombstone says nothing of turns
+            continue  # a tombstone has no turn
         elif found.topic == name(REQUESTED):
             turn = found.record["trajectory_id"], found.record["turn"]
             log.requests[turn] += 1
@@ -212,27 +214,27 @@ def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
         Role.ENVIRONMENT: max((at - answered_at[turn] for turn, at in applied_at.items() if at), default=0.0),
     }
     log.dispatches = Counter({turn: len(numbers) for turn, numbers in attempts.items()})
-    letters = [f"{name(topic)}.dlq" for topic in topics]
-    for found in read_all(settings, letters):
-        if found.topic != letters[0]:
+    dead_letters = [f"{name(topic)}.dlq" for topic in topics]
+    for found in read_all(settings, dead_letters):
+        if found.topic != dead_letters[0]:
             log.other_letters[found.topic] += 1
             continue
         place = (found.headers[TOPIC].decode(), int(found.headers[PARTITION]), int(found.headers[OFFSET]))
-        log.letters.append((place, found.mark))
+        log.dead_letters.append((place, found.mark))
     return log
 
 
 def breaches(plan: Plan, log: Log, settings: BusSettings) -> list[str]:
-    """Every way in which the law does not hold on this log, in a sentence each."""
+    """Return every violation of the conservation law, one sentence each."""
     return [*_of_outcomes(plan, log), *of_turns(log), *_of_letters(plan, log), *_of_others(plan, log, settings)]
 
 
 def _of_outcomes(plan: Plan, log: Log) -> Iterator[str]:
-    asked = plan.trajectories
-    for trajectory in sorted(asked - log.outcomes.keys()):
+    requested = plan.trajectories
+    for trajectory in sorted(requested - log.outcomes.keys()):
         yield f"{trajectory} has no outcome"
     for trajectory, ends in sorted(log.outcomes.items()):
-        if trajectory not in asked:
+        if trajectory not in requested:
             yield f"{trajectory} has an outcome ({', '.join(ends)}), and nobody asked for it"
         if len(ends) > 1:
             yield f"{trajectory} has {len(ends)} outcomes: {', '.join(ends)}"
@@ -242,40 +244,40 @@ def _of_outcomes(plan: Plan, log: Log) -> Iterator[str]:
 
 
 def of_turns(log: Log) -> Iterator[str]:
-    """That each was asked for once, and each that was asked for is in the sample of its trajectory, once."""
+    """Check that each turn was requested once, and that each requested turn is in its sample once."""
     for (trajectory, turn), many in sorted(log.requests.items()):
         if many > 1:
             yield f"turn {turn} of {trajectory} was asked for {many} times"
     for trajectory, many in sorted(log.samples.items()):
         if many > 1:
             yield f"{trajectory} has {many} samples"
-    asked: dict[str, list[int]] = defaultdict(list)
+    requested: dict[str, list[int]] = defaultdict(list)
     for trajectory, turn in sorted(log.requests):
-        asked[trajectory].append(turn)
+        requested[trajectory].append(turn)
     for trajectory, turns in sorted(log.sample_turns.items()):
-        if turns != asked[trajectory]:
-            yield f"turns {turns} are in the sample of {trajectory}, and {asked[trajectory]} were asked for"
+        if turns != requested[trajectory]:
+            yield f"turns {turns} are in the sample of {trajectory}, and {requested[trajectory]} were asked for"
 
 
 def _of_letters(plan: Plan, log: Log) -> Iterator[str]:
-    many = Counter(mark for _, mark in log.letters)
+    many = Counter(mark for _, mark in log.dead_letters)
     for line in plan.lines:
         if line.mark not in log.produced_at:
             yield f"kcat did not bring {line.mark} to the log"
-        elif line.sort is Sort.BAD and many[line.mark] != 1:
+        elif line.sort is LineKind.BAD and many[line.mark] != 1:
             yield f"bad line {line.mark} is a dead letter {many[line.mark]} times: {line.value[:80]!r}"
     groups: dict[str, list[str]] = defaultdict(list)
     for line in plan.lines:
-        if line.sort is not Sort.BAD:
+        if line.sort is not LineKind.BAD:
             groups[line.group_id].append(line.mark)
     for group_id, marks in groups.items():
-        letters = [many[mark] for mark in marks]
-        if sorted(letters) != [0, *[1] * (len(marks) - 1)]:
-            yield f"of {len(marks)} prompts of {group_id} one opens; they are dead letters {letters} times"
-    for place, times in Counter(place for place, _ in log.letters).items():
+        dead_letters = [many[mark] for mark in marks]
+        if sorted(dead_letters) != [0, *[1] * (len(marks) - 1)]:
+            yield f"of {len(marks)} prompts of {group_id} one opens; they are dead letters {dead_letters} times"
+    for place, times in Counter(place for place, _ in log.dead_letters).items():
         if times > 1:
             yield f"what lies at {place} is a dead letter {times} times"
-    for place, mark in log.letters:
+    for place, mark in log.dead_letters:
         if log.lines.get(place) != mark:
             yield f"the dead letter of {mark or 'nobody'} names {place}, where {log.lines.get(place, 'nothing')} lies"
     for topic, times in log.other_letters.items():
@@ -283,7 +285,7 @@ def _of_letters(plan: Plan, log: Log) -> Iterator[str]:
 
 
 def _of_others(plan: Plan, log: Log, settings: BusSettings) -> Iterator[str]:
-    """What ROSE's audit and kcat say of the same log."""
+    """Compare with ROSE's audit and kcat."""
     audit = audit_log(settings)
     if not audit.clean or audit.requested != len(plan.trajectories) or audit.settled != audit.requested:
         yield (
@@ -294,6 +296,6 @@ def _of_others(plan: Plan, log: Log, settings: BusSettings) -> Iterator[str]:
     if outcomes != Counter({trajectory: len(ends) for trajectory, ends in log.outcomes.items()}):
         yield f"kcat counts {sum(outcomes.values())} outcomes of {len(outcomes)} trajectories, and that is not the log"
     dead = f"{settings.namespace}{PROMPTS.dead_letters}"
-    letters = Counter(mark_of(value) for _, value in read_by_kcat(settings, dead))
-    if letters != Counter(mark for _, mark in log.letters):
-        yield f"kcat counts {sum(letters.values())} dead prompts, and that is not the log"
+    dead_letters = Counter(mark_of(value) for _, value in read_by_kcat(settings, dead))
+    if dead_letters != Counter(mark for _, mark in log.dead_letters):
+        yield f"kcat counts {sum(dead_letters.values())} dead prompts, and that is not the log"

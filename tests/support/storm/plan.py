@@ -1,10 +1,10 @@
-"""A storm as a plan: every fault and every line that is produced, with its time, drawn from a seed. Pure.
+"""A storm as a plan: every fault and every produced line with its time, drawn from a seed. Pure.
 
 Keeps true
 - The same seed and shape give the same plan.
-- Every kind of fault is in every round, in an order and at moments that the seed draws.
-- Of environment workers, executors and routers one more was started well before, and is left alone, whenever one is
-  frozen, killed or asked to leave; one broker node is down at a time. A lender comes beside the dedicated executors.
+- Every round has every kind of fault, in an order and at times drawn from the seed.
+- Of environment workers, executors and routers, one additional process runs undisturbed whenever one is frozen, killed
+  or stopped; at most one broker node is down. A lender runs beside the dedicated executors.
 
 Times are seconds since the storm began.
 """
@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from typing import TypeAlias
 
 from rose.topics.catalog import inbox_slot
-from tests.support.storm.lines import Line, Lines, Sort
+from tests.support.storm.lines import Line, LineKind, Lines
 from tests.support.storm.shape import Shape
 
 
@@ -25,17 +25,17 @@ class Role(Enum):
     ENVIRONMENT = "environment"
     EXECUTOR = "executor"
     LENDER = "lender"
-    """A serving engine with a guest: an executor that comes and goes."""
+    """A serving engine with a guest: an executor that joins and leaves."""
     ROUTER = "router"
     TRAINER = "trainer"
     CONTROL = "control"
     NODE = "node"
-    """Of the broker's cluster."""
+    """A node of the broker's cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One name under which a process runs; it may run more than once."""
+    """A process name. The process may start more than once."""
 
     role: Role
     number: int
@@ -53,33 +53,33 @@ class Act(Enum):
     """SIGSTOP."""
     THAW = "thaw"
     PARK = "park"
-    """By a grant."""
+    """Parked by a grant."""
     WAKE = "wake"
 
 
 class Part(Enum):
-    """The processes of a lending server, each by what its name begins with."""
+    """The processes of a lending server, by the beginning of their names."""
 
     ALL = ""
     CORE = "VLLM::Engin"
-    """The server ends as well."""
-    KEEPER = "keeper"
-    """The server goes on and lends nothing, so it is asked to leave."""
-    BESIDE = "beside"
-    """The keeper starts it again."""
+    """Its end also ends the server."""
+    WATCHDOG = "watchdog"
+    """After its end the server serves without lending and is stopped."""
+    SIDECAR = "beside"
+    """The watchdog restarts it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
-    """Something done to a worker."""
+class PlannedFault:
+    """An event that hits a worker."""
 
     at: float
     act: Act
     worker: Worker
     joins: bool = False
-    """It starts beside all others, in nobody's place."""
+    """Whether the process starts in addition to all others."""
     part: Part = Part.ALL
-    """Of a lender, the process that it is done to."""
+    """The affected process of a lender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +87,45 @@ class Plan:
     seed: int
     shape: Shape
     first: tuple[Worker, ...]
-    """Run before the storm begins."""
-    deeds: tuple[Deed, ...]
+    """Workers that run before the storm begins."""
+    planned_faults: tuple[PlannedFault, ...]
     lines: tuple[Line, ...]
     in_turn: bool = False
-    """Nobody is asked to leave before all are well, however long that takes: each deed brings its share of the lines.
-    And nothing excuses that no turn is applied."""
+    """Whether a worker is stopped only while all others are healthy. Each fault then releases its share of the lines,
+    and no stall is excused."""
 
     def due(self, now: float, deeds_left: int) -> float:
-        """The moment in the plan whose lines are to be produced."""
-        return self.shape.seconds * (1 - deeds_left / (len(self.deeds) + 1)) if self.in_turn else now
+        """Return the time of the plan up to which lines are to be produced."""
+        return self.shape.seconds * (1 - deeds_left / (len(self.planned_faults) + 1)) if self.in_turn else now
 
     @property
     def groups(self) -> dict[str, int]:
-        """Every group asked for and its size."""
-        return {line.group_id: line.group_size for line in self.lines if line.sort is Sort.GOOD}
+        """Return every requested group and its size."""
+        return {line.group_id: line.group_size for line in self.lines if line.sort is LineKind.GOOD}
 
     @property
     def refused(self) -> int:
-        """How many groups are asked for that cannot be opened."""
+        """Return the number of requested groups that cannot be opened."""
         return sum(line.refused for line in self.lines)
 
     @property
     def trajectories(self) -> set[str]:
-        """Every trajectory asked for."""
+        """Return every requested trajectory."""
         return {f"{group_id}:{index}" for group_id, size in self.groups.items() for index in range(size)}
 
     @property
     def blocked(self) -> set[str]:
-        """The trajectories that the infrastructure must fail."""
+        """Return the trajectories that must fail for infrastructure reasons."""
         groups = {line.group_id for line in self.lines if line.blocking}
         return {name for name in self.trajectories if name.rpartition(":")[0] in groups}
 
 
 SLOTS = 24
-"""Inboxes."""
+"""Number of inboxes."""
 
 
 def first_of(shape: Shape) -> dict[Role, int]:
-    """Who runs when the storm begins: with several cells two executors in each, and a third router."""
+    """Return the workers at the beginning: with several cells two executors per cell and a third router."""
     several = shape.cells > 1
     executors, routers = (2 * shape.cells, 3) if several else (3, 2)
     control = {Role.CONTROL: 1} if shape.control else {}
@@ -133,13 +133,14 @@ def first_of(shape: Shape) -> dict[Role, int]:
 
 
 def cell_of(worker: Worker, cells: int) -> int:
-    """Where it begins: executors stand in for one another within a cell, which the name says; all others are of one."""
+    """Return the initial cell of a worker. Executors replace one another within a cell, which their name gives; other
+    workers have one cell."""
     return inbox_slot(str(worker), SLOTS) % cells if worker.role is Role.EXECUTOR else 0
 
 
 FREEZE_SECONDS = (1.0, 15.0)
 AWAY_SECONDS = (0.3, 3.0)
-"""Between a worker's end and the start of who takes its place."""
+"""Seconds between the end of a worker and the start of its replacement."""
 NODE_AWAY_SECONDS = (1.0, 4.0)
 SETTLED_SECONDS = {
     Role.ENVIRONMENT: 6.0,
@@ -150,7 +151,7 @@ SETTLED_SECONDS = {
     Role.CONTROL: 10.0,
     Role.NODE: 20.0,
 }
-"""So long after its start, or a thaw, a worker counts as one that can stand in for another."""
+"""Seconds after a start or a thaw until a worker counts as a possible replacement."""
 
 ROUND: tuple[tuple[Act, Role], ...] = (
     (Act.KILL, Role.ENVIRONMENT),
@@ -163,104 +164,105 @@ ROUND: tuple[tuple[Act, Role], ...] = (
     (Act.FREEZE, Role.ROUTER),
     (Act.KILL, Role.TRAINER),
 )
-"""The faults of every round; with a cluster, one of its nodes is killed besides."""
+"""Faults of every round. With a cluster, a node is also killed."""
 LATER: tuple[tuple[Act, Role], ...] = (
     (Act.FREEZE, Role.TRAINER),
     (Act.LEAVE, Role.EXECUTOR),
     (Act.LEAVE, Role.ROUTER),
     (Act.LEAVE, Role.TRAINER),
 )
-"""One of these, in turn, joins each round."""
+"""One of these faults, in turn, is added to each round."""
 
 LENDER_STAYS: tuple[tuple[Act, Part], ...] = (
     (Act.FREEZE, Part.CORE),
-    (Act.KILL, Part.BESIDE),
+    (Act.KILL, Part.SIDECAR),
     (Act.FREEZE, Part.ALL),
-    (Act.FREEZE, Part.BESIDE),
-    (Act.FREEZE, Part.KEEPER),
+    (Act.FREEZE, Part.SIDECAR),
+    (Act.FREEZE, Part.WATCHDOG),
 )
 LENDER_ENDS: tuple[tuple[Act, Part], ...] = (
     (Act.KILL, Part.ALL),
     (Act.KILL, Part.CORE),
     (Act.LEAVE, Part.ALL),
-    (Act.KILL, Part.KEEPER),
+    (Act.KILL, Part.WATCHDOG),
 )
-"""With lenders, one of each of these, in turn, joins each round, and a grant that parks one for a while."""
+"""With lenders, one of each of these, in turn, and a temporary park are added to each round."""
 PARKED_SECONDS = (2.0, 10.0)
 
 CONTROL = (Act.KILL, Act.FREEZE)
-"""With a control app, these join each round."""
+"""With a control app, these faults are added to each round."""
 
 LEAVERS: tuple[Role, ...] = (
     *(Role.ENVIRONMENT, Role.ROUTER, Role.ENVIRONMENT, Role.EXECUTOR, Role.ENVIRONMENT, Role.ROUTER),
     *(Role.EXECUTOR, Role.ENVIRONMENT, Role.TRAINER, Role.ENVIRONMENT),
 )
-"""Who is asked to leave, over and over, where nothing else is done; of environment workers most, as they rebalance."""
+"""Workers that are stopped repeatedly if there is no other fault. Most are environment workers, because they rebalance.
+"""
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _WorkerState:
     worker: Worker
     well_from: float
-    """Then it can stand in for another."""
+    """Time from which the worker can replace another."""
     there_from: float
-    """Then something can be done to it."""
+    """Time from which a fault can hit the worker."""
 
 
-class _Cast:
-    """Who runs when, as the plan goes."""
+class _RunningWorkers:
+    """The running workers over the course of the plan."""
 
     def __init__(self, shape: Shape, dice: random.Random) -> None:
         self._shape = shape
         self._dice = dice
         self._next = dict.fromkeys(Role, 0)
         self._known = [
-            _Known(self._new(role, number % shape.cells if role is Role.EXECUTOR else 0), 0.0, 0.0)
+            _WorkerState(self._new(role, number % shape.cells if role is Role.EXECUTOR else 0), 0.0, 0.0)
             for role, many in first_of(shape).items()
             for number in range(many)
         ]
-        self._known += [_Known(Worker(Role.LENDER, number), 0.0, 0.0) for number in range(shape.lenders)]
-        self._known += [_Known(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
+        self._known += [_WorkerState(Worker(Role.LENDER, number), 0.0, 0.0) for number in range(shape.lenders)]
+        self._known += [_WorkerState(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
         self.first = tuple(known.worker for known in self._known if known.worker.role is not Role.NODE)
 
-    def deeds(self, at: float, act: Act, role: Role, part: Part) -> Iterator[Deed]:
-        """What happens for one fault of the round: the fault and its end."""
+    def planned_faults(self, at: float, act: Act, role: Role, part: Part) -> Iterator[PlannedFault]:
+        """Return the events of one fault of the round: the fault and its end."""
         if act is Act.START:
             yield self._join(at, role)
             return
         while (victim := self._victim(at, role)) is None:
             at += 1.0
         worker = victim.worker
-        yield Deed(at, act, worker, part=part)
+        yield PlannedFault(at, act, worker, part=part)
         if act is Act.PARK:
-            yield Deed(at + self._dice.uniform(*PARKED_SECONDS), Act.WAKE, worker)
+            yield PlannedFault(at + self._dice.uniform(*PARKED_SECONDS), Act.WAKE, worker)
             return
-        if part is Part.BESIDE and act is Act.KILL:
+        if part is Part.SIDECAR and act is Act.KILL:
             victim.there_from = at + SETTLED_SECONDS[Role.EXECUTOR]
             return
-        if part is Part.KEEPER and act is Act.KILL:
+        if part is Part.WATCHDOG and act is Act.KILL:
             at += self._dice.uniform(*AWAY_SECONDS)
-            yield Deed(at, Act.LEAVE, worker)
+            yield PlannedFault(at, Act.LEAVE, worker)
         if act is Act.FREEZE:
             at += self._dice.uniform(*FREEZE_SECONDS)
-            yield Deed(at, Act.THAW, worker)
+            yield PlannedFault(at, Act.THAW, worker)
             victim.there_from, victim.well_from = at, at + SETTLED_SECONDS[role]
             return
         self._known.remove(victim)
         if act is Act.LEAVE and role is Role.ENVIRONMENT and not self._shape.by_name and not self._shape.leaves:
-            return  # others take its homes
+            return  # other workers take over its homes
         at += self._dice.uniform(*(NODE_AWAY_SECONDS if role is Role.NODE else AWAY_SECONDS))
         replacement = self._replacement(worker)
         there_from = at + SETTLED_SECONDS[role] if role is Role.LENDER else at
-        self._known.append(_Known(replacement, at + SETTLED_SECONDS[role], there_from))
-        yield Deed(at, Act.START, replacement)
+        self._known.append(_WorkerState(replacement, at + SETTLED_SECONDS[role], there_from))
+        yield PlannedFault(at, Act.START, replacement)
 
-    def _join(self, at: float, role: Role) -> Deed:
+    def _join(self, at: float, role: Role) -> PlannedFault:
         worker = self._new(role)
-        self._known.append(_Known(worker, at + SETTLED_SECONDS[role], at))
-        return Deed(at, Act.START, worker, joins=True)
+        self._known.append(_WorkerState(worker, at + SETTLED_SECONDS[role], at))
+        return PlannedFault(at, Act.START, worker, joins=True)
 
-    def _victim(self, at: float, role: Role) -> _Known | None:
+    def _victim(self, at: float, role: Role) -> _WorkerState | None:
         there = [known for known in self._known if known.worker.role is role and known.there_from <= at]
         alone = role in (Role.TRAINER, Role.CONTROL, Role.LENDER)
         able = [
@@ -280,11 +282,11 @@ class _Cast:
     def _replacement(self, worker: Worker) -> Worker:
         keeps = self._shape.by_name or worker.role in (Role.TRAINER, Role.CONTROL, Role.NODE, Role.LENDER)
         if worker.role is Role.EXECUTOR and not keeps:
-            keeps = self._dice.random() < 0.5  # an inbox is a name, too: both happen
+            keeps = self._dice.random() < 0.5  # an inbox is also a name: both cases occur
         return worker if keeps else self._new(worker.role, cell_of(worker, self._shape.cells))
 
     def _new(self, role: Role, cell: int = 0) -> Worker:
-        """One that was not there yet; of executors, one that begins in this cell."""
+        """Return a new worker; a new executor starts in this cell."""
         while True:
             worker = Worker(role, self._next[role])
             self._next[role] += 1
@@ -313,16 +315,18 @@ def _faults(shape: Shape, turn: int) -> list[_Fault]:
 
 
 def draw(seed: int, shape: Shape) -> Plan:
-    """The plan of this seed."""
+    """Return the plan of this seed."""
     dice = random.Random(f"storm {seed}")
-    cast = _Cast(shape, dice)
-    deeds: list[Deed] = []
+    cast = _RunningWorkers(shape, dice)
+    planned_faults: list[PlannedFault] = []
     for number in range(shape.rounds):
         deck = _leaves(shape) if shape.leaves else _faults(shape, seed + number)
         dice.shuffle(deck)
         spacing = shape.round_seconds / len(deck)
         for place, (act, role, part) in enumerate(deck):
             at = number * shape.round_seconds + (place + dice.random()) * spacing
-            deeds += cast.deeds(at, act, role, part)
+            planned_faults += cast.planned_faults(at, act, role, part)
     lines = sorted(Lines(dice, shape).drawn(), key=lambda line: line.at)
-    return Plan(seed, shape, cast.first, tuple(sorted(deeds, key=lambda deed: deed.at)), tuple(lines))
+    return Plan(
+        seed, shape, cast.first, tuple(sorted(planned_faults, key=lambda planned_fault: planned_fault.at)), tuple(lines)
+    )

@@ -1,8 +1,8 @@
-"""The processes of a storm: started, told apart by start, and done things to; a journal of all of it.
+"""The processes of a storm: started, faulted and recorded in a journal.
 
 Keeps true
 - Every start, end, freeze and first sign of work is in the journal with its time.
-- Whatever happens, no process that was started here is left behind, frozen or not.
+- No started process is left behind, frozen or not.
 """
 
 import json
@@ -24,22 +24,22 @@ from rose.topics.local_broker import Broker, free_ports
 from tests.support.installed_versions import InstalledVersions
 from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import MODEL, server_flags
-from tests.support.storm.plan import Act, Deed, Part, Role, Worker, cell_of
-from tests.support.storm.stalls import Change, Happening
+from tests.support.storm.plan import Act, Part, PlannedFault, Role, Worker, cell_of
+from tests.support.storm.stalls import Change, RoleEvent
 
 LOOK_SECONDS = 0.1
-"""Between two looks for roles that are leaving: their ends are in no queue."""
+"""Time between two checks of leaving roles, in seconds."""
 
 LEAVE_SECONDS = 30.0
-"""How long a role may take to leave when it is asked to."""
+"""Time that a role may take to stop."""
 ABORT_SECONDS = 2.0
-"""How long it may take to say where it hung."""
+"""Time that an aborted role may take to log its stacks."""
 AGAIN_SECONDS = 1.0
-"""After so long a role that ended by itself is started again."""
+"""Time after which a role that ended by itself is restarted."""
 SPARE_SECONDS = 6.0
-"""A router that has nothing to do says nothing, nor does a control app: so long after its start it must be able to."""
+"""Time after which an idle router or control app counts as ready, because it logs nothing."""
 SYNC_SECONDS = 1.0
-"""Between two looks at whether a node is back."""
+"""Time between two checks whether a node is back."""
 
 READY = {
     Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
@@ -48,10 +48,10 @@ READY = {
     Role.ROUTER: re.compile(r"event=cell_session_started"),
     Role.TRAINER: re.compile(r"event=(run_resumed|step_finished)"),
 }
-"""What a role says once it does its work."""
+"""Log event by which a role shows that it works."""
 
 PARKED = re.compile(r"guest_suspended")
-"""What a lender says that a control app has no work for."""
+"""Log event of a lender without work from a control app."""
 
 
 @dataclass(slots=True)
@@ -63,17 +63,17 @@ class _Process:
     process: ForkedProcess
     log: Path
     log_begin: int
-    """Bytes into the log, where this start begins."""
+    """Byte offset of this start in the log."""
     started_at: float
     ready: bool = False
     asked_at: float | None = None
-    """It was asked to leave then."""
+    """Time at which the process was asked to stop."""
     overdue: bool = False
-    """It did not, and was aborted."""
+    """Whether the process did not stop and was aborted."""
 
 
 class Roles:
-    """All of a storm's processes. Used by one thread that lives as long as they should."""
+    """All processes of a storm. Used by one thread that lives as long as the processes."""
 
     def __init__(
         self,
@@ -86,10 +86,12 @@ class Roles:
         cells: int = 1,
         controlled: bool = False,
     ) -> None:
-        """`arguments` follow the role's own on the command line; of `most` executors lenders have the last names.
+        """`arguments` follow the role's own arguments on the command line. Of `most` executors, lenders have the last
+        names.
 
-        `cells`: those that executors stay in, by name. `controlled`: a lender that was parked by hand is given back to
-        a control app. `sites`: installations whose roles these are, see `InstalledVersions`; none: this one's.
+        `cells` gives the cell of each executor that stays in a cell. With `controlled` a manually parked lender is
+        released to the control app. `sites` are installations of the roles, see `InstalledVersions`; without `sites`
+        the roles are from this checkout.
         """
         self._folder = folder
         self._most = most
@@ -104,57 +106,58 @@ class Roles:
         self._present: dict[Worker, _Process] = {}
         self._leaving: list[_Process] = []
         self._again: dict[Worker, float] = {}
-        """Who is to be started, and from when on; not before the same name has left."""
+        """Workers to be started, with their earliest start time. A start waits for the end of the same name."""
         self._node_starts: dict[Worker, int] = {}
         self._next_look = 0.0
         self._starts = 0
-        self.happenings: list[Happening] = []
+        self.happenings: list[RoleEvent] = []
         self.faults: Counter[str] = Counter()
-        """What was done, by kind."""
+        """Number of faults by kind."""
         self.crashes: Counter[str] = Counter()
-        """Roles that ended by themselves, and not well."""
+        """Roles that ended by themselves with an error."""
         self.crash_words: list[str] = []
-        """What they said last."""
+        """Last log lines of crashed roles."""
         self.overdue: list[Worker] = []
-        """Those that did not leave when they were asked to, and were killed."""
+        """Workers that did not stop when asked, and were killed."""
         self.left: Counter[int] = Counter()
-        """The exit statuses of those that were asked to."""
+        """Exit statuses of stopped workers."""
         self.complete = False
-        """The trainer has ended by itself, and well."""
+        """Whether the trainer has ended by itself with status 0."""
 
-    def do(self, deed: Deed) -> None:
-        """Carry out one deed of the plan; what cannot be done to a worker that is not there is left out."""
-        worker = deed.worker
+    def do(self, planned_fault: PlannedFault) -> None:
+        """Apply one fault of the plan. A fault that the worker cannot have now is left out."""
+        worker = planned_fault.worker
         if worker.role is Role.NODE:
-            self._do_to_node(deed)
-        elif deed.act in (Act.PARK, Act.WAKE):
-            self._grant(deed.act, worker)
-        elif deed.act is Act.START:
+            self._do_to_node(planned_fault)
+        elif planned_fault.act in (Act.PARK, Act.WAKE):
+            self._grant(planned_fault.act, worker)
+        elif planned_fault.act is Act.START:
             if worker not in self._present:
                 self._again[worker] = 0.0
-                if deed.joins:
+                if planned_fault.joins:
                     self._count("join", worker)
         elif (present := self._present.get(worker)) is not None and present.process.poll() is None:
-            self._do_to_role(deed, present)
+            self._do_to_role(planned_fault, present)
         else:
             self._again.pop(worker, None)
 
     def tick(self) -> None:
-        """See who has begun to work, who has ended, and start again who ended by itself. Call it often."""
+        """Check for ready and ended processes, and restart processes that ended by themselves. Call it often."""
         now = time.time()
         for present in list(self._present.values()):
             self._look_at(present, now)
         for present in list(self._leaving):
             if (status := present.process.poll()) is not None:
                 self._leaving.remove(present)
-                if present.ready or status != -signal.SIGTERM:  # who is asked while it loads has nothing to hand back
+                # a role that is stopped while it loads has nothing to hand back
+                if present.ready or status != -signal.SIGTERM:
                     self.left[status] += 1
                 self._note(Change.ENDED, present.worker, present.number, status=status)
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
                 if not present.overdue:
                     present.overdue = True
                     self.overdue.append(present.worker)
-                    present.process.send_signal(signal.SIGABRT)  # its log says where it hung
+                    present.process.send_signal(signal.SIGABRT)  # makes the process log where it hangs
                 elif now > present.asked_at + LEAVE_SECONDS + ABORT_SECONDS:
                     present.process.send_signal(signal.SIGKILL)
         there = {present.worker for present in self._leaving}
@@ -170,42 +173,42 @@ class Roles:
                 self._node_starts.clear()
 
     def waits_for_nodes(self) -> bool:
-        """Whether copies are not in sync again after a node's loss: another must not be killed now."""
+        """Whether replicas are out of sync after the loss of a node, so that no other node may be killed."""
         return bool(self._node_starts)
 
     def ready(self, worker: Worker) -> bool:
-        """Whether it does its work."""
+        """Whether a worker does its work."""
         return worker in self._present and self._present[worker].ready
 
     def all_well(self) -> bool:
-        """Whether nobody is on the way, neither in nor out."""
+        """Whether no worker is starting or stopping."""
         on_the_way = self._leaving or self._again or self._node_starts
         return not on_the_way and all(present.ready for present in self._present.values())
 
     def proven(self, worker: Worker) -> None:
-        """What others say shows that it does its work."""
+        """Mark a worker as ready, as proven by other workers."""
         present = self._present.get(worker)
         if present is not None and not present.ready:
             present.ready = True
             self._note(Change.READY, worker, present.number)
 
     def last_words(self, worker: Worker) -> str:
-        """The last line of its log."""
+        """Return the last line of its log."""
         lines = (self._folder / f"{worker}.log").read_text(errors="replace").splitlines()
         return (lines or ["nothing"])[-1]
 
     def leave(self) -> None:
-        """Ask all to leave, and wait until they have; kill who does not."""
+        """Ask all processes to stop and wait; kill those that do not stop."""
         for present in list(self._present.values()):
             _send(present, signal.SIGCONT)
             self._ask_to_leave(present)
         self._again.clear()
         while self._leaving:
             self.tick()
-            time.sleep(LOOK_SECONDS)  # several may end next, and none of them tells
+            time.sleep(LOOK_SECONDS)  # several processes may end, without an event
 
     def close(self) -> None:
-        """Kill whatever is left."""
+        """Kill all remaining processes."""
         for present in [*self._present.values(), *self._leaving]:
             present.process.send_signal(signal.SIGKILL)
             present.process.wait()
@@ -219,12 +222,12 @@ class Roles:
         log.touch()
         begin = log.stat().st_size
         process = self._fork_server.start(self._command(worker), name=str(worker), log=log)
-        assert process.pid  # born: its time begins after the imports of others
+        assert process.pid  # its time begins after the imports of the fork server
         self._present[worker] = _Process(worker, self._starts, process, log, begin, time.time())
         self._note(Change.STARTED, worker, self._starts)
 
     def _command(self, worker: Worker) -> tuple[str, ...]:
-        """Of `rose`."""
+        """Return the command line of `rose`."""
         if worker.role is Role.LENDER:
             flags = (*server_flags(*free_ports(1)), "--uvicorn-log-level", "warning")
             model = ("--model", str(MODEL), "--name", self._name(worker))
@@ -235,30 +238,30 @@ class Roles:
     def _name(self, lender: Worker) -> str:
         return f"executor-{self._most - 1 - lender.number}"
 
-    def _do_to_role(self, deed: Deed, present: _Process) -> None:
-        worker, number, part = present.worker, present.number, deed.part
-        if deed.act is Act.KILL:
+    def _do_to_role(self, planned_fault: PlannedFault, present: _Process) -> None:
+        worker, number, part = present.worker, present.number, planned_fault.part
+        if planned_fault.act is Act.KILL:
             part = self._kill(part, present)
-        elif deed.act is Act.LEAVE:
+        elif planned_fault.act is Act.LEAVE:
             self._ask_to_leave(present)
-        elif deed.act is Act.FREEZE:
+        elif planned_fault.act is Act.FREEZE:
             part = _send(present, signal.SIGSTOP, part)
             self._note(Change.FROZEN, worker, number)
         else:
             _send(present, signal.SIGCONT)
             self._note(Change.THAWED, worker, number)
             return
-        self._count(f"{deed.act.value}{_of(part)}", worker)
+        self._count(f"{planned_fault.act.value}{_of(part)}", worker)
 
     def _kill(self, part: Part, present: _Process) -> Part:
-        """What of it was killed: its first process where there is no such part now."""
+        """Kill a part of a worker, or its first process if the part does not exist."""
         if not _sent(present, signal.SIGKILL, part):
             part = Part.ALL
         if part is Part.ALL:
             present.process.send_signal(signal.SIGKILL)
             present.process.wait()
             del self._present[present.worker]
-        if part is Part.CORE:  # what is left of the server leaves by itself
+        if part is Part.CORE:  # the rest of the server ends by itself
             present.asked_at = time.time()
             del self._present[present.worker]
             self._leaving.append(present)
@@ -266,9 +269,9 @@ class Roles:
         return part
 
     def _grant(self, act: Act, lender: Worker) -> None:
-        told = ("--no-lend" if act is Act.PARK else "--lend", "--reason", "storm")
-        said = ("--release",) if act is Act.WAKE and self._controlled else told
-        command = ("grant", self._name(lender), *said, *self._arguments)
+        switch = ("--no-lend" if act is Act.PARK else "--lend", "--reason", "storm")
+        text = ("--release",) if act is Act.WAKE and self._controlled else switch
+        command = ("grant", self._name(lender), *text, *self._arguments)
         self._fork_server.start(command, name="grant", log=self._folder / "grants.log")
         self._write(act.value, lender, 0)
         if act is Act.PARK:
@@ -281,21 +284,21 @@ class Roles:
         self._leaving.append(present)
         self._write("asked to leave", present.worker, present.number)
 
-    def _do_to_node(self, deed: Deed) -> None:
+    def _do_to_node(self, planned_fault: PlannedFault) -> None:
         assert isinstance(self._broker, Cluster)
-        node = self._broker.nodes[deed.worker.number]
-        if deed.act in (Act.KILL, Act.LEAVE):
-            if deed.act is Act.KILL:
+        node = self._broker.nodes[planned_fault.worker.number]
+        if planned_fault.act in (Act.KILL, Act.LEAVE):
+            if planned_fault.act is Act.KILL:
                 node.kill()
             else:
-                node.stop()  # it hands its leaders over first, for seconds
-            self._note(Change.ENDED, deed.worker, 0)
-            self._count(deed.act.value, deed.worker)
+                node.stop()  # a stop first moves the leaders, for seconds
+            self._note(Change.ENDED, planned_fault.worker, 0)
+            self._count(planned_fault.act.value, planned_fault.worker)
             self._starts += 1
-            self._node_starts[deed.worker] = -self._starts
+            self._node_starts[planned_fault.worker] = -self._starts
         else:
             node.launch()
-            self._note(Change.STARTED, deed.worker, self._node_starts[deed.worker])
+            self._note(Change.STARTED, planned_fault.worker, self._node_starts[planned_fault.worker])
 
     def _look_at(self, present: _Process, now: float) -> None:
         status = present.process.poll()
@@ -306,9 +309,9 @@ class Roles:
         if not present.ready and role in READY:
             with present.log.open("rb") as log:
                 log.seek(present.log_begin)
-                said = log.read().decode(errors="replace")
-            idle = role is Role.LENDER and self._controlled and PARKED.search(said)
-            if idle or READY[role].search(said):
+                text = log.read().decode(errors="replace")
+            idle = role is Role.LENDER and self._controlled and PARKED.search(text)
+            if idle or READY[role].search(text):
                 self.proven(present.worker)
         if status is None:
             return
@@ -326,7 +329,7 @@ class Roles:
 
     def _note(self, change: Change, worker: Worker, number: int, **more: object) -> None:
         at = self._write(change.value, worker, number, **more)
-        self.happenings.append(Happening(at, change, worker.role, number, cell_of(worker, self._cells)))
+        self.happenings.append(RoleEvent(at, change, worker.role, number, cell_of(worker, self._cells)))
 
     def _write(self, what: str, worker: Worker, number: int, **more: object) -> float:
         at = time.time()
@@ -336,19 +339,19 @@ class Roles:
 
 
 def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> Part:
-    """To a part of a worker, or to all of it where there is no such part now. To what it was."""
+    """Send a signal to a part of a worker, or to the whole worker if the part does not exist; return the target."""
     if _sent(present, number, part):
         return part
     with suppress(ProcessLookupError):
         if present.worker.role is Role.LENDER:
-            os.killpg(present.process.pid, number)  # its processes are a session
+            os.killpg(present.process.pid, number)  # the processes of a role are a session
         else:
             present.process.send_signal(number)
     return Part.ALL
 
 
 def _sent(present: _Process, number: signal.Signals, part: Part) -> bool:
-    """To those processes of a lender that are this part of it; whether there were any."""
+    """Send a signal to the processes of this part of a lender; return whether there were any."""
     if part is Part.ALL:
         return False
     there = False

@@ -25,35 +25,36 @@ from rose.topics.settings import BusSettings
 from tests.support.brokers import flags
 from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import SERVING
-from tests.support.storm.lines import Line, Sort
+from tests.support.storm.lines import Line, LineKind
 from tests.support.storm.log_checks import Log, breaches, read_all, read_log
-from tests.support.storm.plan import SLOTS, Act, Deed, Plan, Role, Worker
+from tests.support.storm.plan import SLOTS, Act, Plan, PlannedFault, Role, Worker
 from tests.support.storm.roles import Roles
 from tests.support.storm.stalls import Interval, Stall, excuses, stalls
 
 MOST_STALL_SECONDS = 20.0
-"""No longer may nothing move while it could."""
+"""Longest allowed stall, in seconds."""
 LEAST_ASKED = 0.9
-"""Of those that a plan has leave: who is still on the way out under its name cannot be asked again."""
+"""Share of the planned stop requests that must happen. A worker that is still leaving cannot be stopped again."""
 READY_SECONDS = 600.0
-"""How long all roles together may take to start; a serving engine takes longest."""
+"""Time that all roles together may take to start. A serving engine takes longest."""
 SILENCE_SECONDS = 75.0
-"""With nothing applied nor settled for so long, a freeze, a session and a start included, the storm is broken off."""
+"""A storm without an applied turn or an outcome for so long is aborted. The time includes a freeze, a session timeout
+and a start."""
 DRAIN_SECONDS = 240.0
-"""So long after the last fault everything has its end."""
+"""Time after the last fault within which everything must end."""
 LETTERS_SECONDS = 30.0
-"""How long the last dead letters may take once everything else has its end."""
+"""Time that the last dead letters may take after everything else has ended."""
 TICK_SECONDS = 0.05
 LOOK_SECONDS = 2.0
-"""Between two looks at the log."""
+"""Time between two checks of the log."""
 PRODUCE_SECONDS = 1.0
-"""Lines are handed to kcat so often."""
+"""Time between two deliveries of lines to kcat."""
 SHOWN_BREACHES = 40
 SHOWN_STALLS = 10
 
 NAMESPACE = "storm."
 PARTITIONS = Partitions(home=6, slots=SLOTS, samples=2, chunks=2)
-"""In one cell."""
+"""Partitions for one cell."""
 GROUPS_PER_STEP = 4
 CONFIG = """
 [run]
@@ -102,41 +103,41 @@ minibatches = 1
 
 @dataclass(slots=True)
 class Report:
-    """What a storm came to."""
+    """Result of a storm."""
 
     seed: int
     broker: str
     folder: Path
-    """Where the journal, the times that did not count and the logs of all roles are."""
+    """Folder with the journal, the excused times and the logs of all roles."""
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
-    """By kind."""
+    """Number of faults by kind."""
     crashes: Counter[str] = field(default_factory=Counter)
-    """Roles that ended by themselves and were started again."""
+    """Roles that ended by themselves and were restarted."""
     crash_words: list[str] = field(default_factory=list)
-    """What they said last."""
+    """Last log lines of crashed roles."""
     trajectories: int = 0
     turns: int = 0
-    """Applied ones."""
+    """Number of applied turns."""
     repeated: int = 0
-    """Attempts at turns beyond the first."""
+    """Number of attempts beyond the first."""
     dropped: int = 0
-    """Results of which nothing came."""
+    """Number of results that were not applied."""
     letters: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     stall: Stall | None = None
-    """The longest."""
+    """The longest stall."""
     left: Counter[int] = field(default_factory=Counter)
-    """The exit statuses of those that were asked to leave; at the end all are that are still there."""
+    """Exit statuses of stopped workers; at the end all remaining workers are stopped."""
     attempts_at_fault: int = 0
-    """The most at one turn that ended by somebody's fault."""
+    """Largest number of failed attempts at one turn."""
     waits: dict[Role, float] = field(default_factory=dict)
-    """Seconds that a turn waited at most for this role."""
+    """Longest wait of a turn for each role, in seconds."""
     breaches: list[str] = field(default_factory=list)
 
     @property
     def asked_to_leave(self) -> int:
-        """Times that one was while the storm blew."""
+        """Number of stop requests during the storm."""
         return sum(many for what, many in self.faults.items() if what.startswith(f"{Act.LEAVE.value} "))
 
     @property
@@ -147,8 +148,8 @@ class Report:
         lines = [
             f"storm {self.seed} on {self.broker}: {self.seconds:.0f} s, {self.trajectories} trajectories, "
             f"{self.turns} turns, {sum(self.faults.values())} faults",
-            f"faults: {_told(self.faults)}; ended by themselves: {_told(self.crashes)}",
-            f"outcomes: {_told(self.outcomes)}; {self.letters} dead letters",
+            f"faults: {_counts_text(self.faults)}; ended by themselves: {_counts_text(self.crashes)}",
+            f"outcomes: {_counts_text(self.outcomes)}; {self.letters} dead letters",
             f"{self.repeated} turns repeated, {self.dropped} results dropped, longest stall {self.stall_seconds:.1f} s",
             "longest waits: " + ", ".join(f"{role.value} {seconds:.1f} s" for role, seconds in self.waits.items()),
             *self.crash_words,
@@ -159,18 +160,18 @@ class Report:
         return "\n  ".join(lines)
 
 
-def _told(counts: Counter[str]) -> str:
+def _counts_text(counts: Counter[str]) -> str:
     return ", ".join(f"{many} {name}" for name, many in sorted(counts.items())) or "none"
 
 
 class StormBroken(Exception):
-    """It cannot go on: nothing moves."""
+    """Raised if the storm cannot continue because nothing progresses."""
 
 
 def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[Path] = ()) -> Report:
-    """Let the storm blow over a broker that is its own, and look at what it leaves. `sites` are those of `Roles`.
+    """Run the storm on its own broker, and check the log. `sites` are those of `Roles`.
 
-    Call it from a thread that lives as long as the storm.
+    Call this from a thread that lives as long as the storm.
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -203,7 +204,7 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[
 
 def _configure(folder: Path, plan: Plan) -> Path:
     path = folder / "storm.toml"
-    told = CONFIG.format(
+    summary = CONFIG.format(
         folder=folder,
         partitions=replace(PARTITIONS, cells=plan.shape.cells),
         imports=Path(__file__).with_name("environments"),
@@ -211,7 +212,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
         total_groups=len(plan.groups) + plan.refused,
         environment=", ".join(f'{name} = "{value}"' for name, value in SERVING.items()),
     )
-    path.write_text(told)
+    path.write_text(summary)
     return path
 
 
@@ -220,15 +221,15 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.turns = log.turns
     report.repeated = sum(log.dispatches.values()) - len(log.dispatches)
     report.dropped = log.results - log.turns
-    report.letters = len(log.letters)
+    report.letters = len(log.dead_letters)
     report.attempts_at_fault, report.waits = log.faults, log.waits
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
     work = list(work_left(plan, log, until=ended))
     excused = [] if plan.in_turn else excuses(roles.happenings, until=ended)
     found = stalls(log.applied_at, work, excused)
-    told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
-    (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))
+    summary = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
+    (report.folder / "stalls.json").write_text(json.dumps(summary, indent=1))
     report.stall = found[0] if found else None
     if report.stall_seconds > MOST_STALL_SECONDS:
         assert report.stall is not None
@@ -240,20 +241,21 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
 
 
 def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
-    """When there was a group that was asked for and had not ended."""
-    asked: dict[str, list[float]] = defaultdict(list)
+    """Return the times in which a requested group had not ended."""
+    requested: dict[str, list[float]] = defaultdict(list)
     for line in plan.lines:
-        if line.sort is not Sort.BAD and line.mark in log.produced_at:
-            asked[line.group_id].append(log.produced_at[line.mark])
+        if line.sort is not LineKind.BAD and line.mark in log.produced_at:
+            requested[line.group_id].append(log.produced_at[line.mark])
     groups = plan.groups
     return [
         (min(moments), max(log.sampled_at.get(f"{group_id}:{index}", until) for index in range(groups[group_id])))
-        for group_id, moments in asked.items()
+        for group_id, moments in requested.items()
     ]
 
 
 class _Watch:
-    """Does anything move on the log while the storm blows? Asks for the ends only: a reader would keep a core busy."""
+    """Watches the progress of the log during the storm. It queries only end offsets, because a reader would use a whole
+    core."""
 
     def __init__(self, settings: BusSettings) -> None:
         self._address = {"bootstrap.servers": settings.bootstrap, **QUIET}
@@ -268,7 +270,7 @@ class _Watch:
         self.moved_at = time.monotonic()
 
     def look(self) -> None:
-        """Now and then."""
+        """Check the progress at intervals."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -276,7 +278,7 @@ class _Watch:
         try:
             found = self._admin.list_offsets(self._ends, request_timeout=LOOK_SECONDS)
             seen = [offset_in(end) for end in found.values()]
-        except KafkaException:  # a node is away; a client that met this may hold on to a leader's old epoch for good
+        except KafkaException:  # a node is down; a client that met this may keep an old leader epoch for good
             self._admin = AdminClient(self._address)
             return
         if seen != self._seen:
@@ -284,7 +286,7 @@ class _Watch:
 
 
 class _Storm:
-    """What is done, and when."""
+    """The course of a storm."""
 
     def __init__(self, plan: Plan, settings: BusSettings, roles: Roles) -> None:
         self._plan = plan
@@ -297,29 +299,29 @@ class _Storm:
         self._next_produce = 0.0
 
     def gather(self) -> None:
-        """Start everybody, and wait until all do their work."""
+        """Start all workers and wait until all of them are ready."""
         for worker in self._plan.first:
             self._roles.start(worker)
         deadline = time.monotonic() + READY_SECONDS
         while late := self._late():
             if {worker.role for worker in late} == {Role.TRAINER}:
-                self._roles.proven(late[0])  # executors serve what it has published
+                self._roles.proven(late[0])  # executors serve the published version
             self._turn_over()
             if time.monotonic() > deadline:
                 words = "; ".join(f"{worker}: {self._roles.last_words(worker)}" for worker in late)
                 raise StormBroken(f"not ready after {READY_SECONDS:.0f} s: {words}")
 
     def rage(self) -> None:
-        """Carry out the plan, then wait until every trajectory has its end and every bad line its letter."""
+        """Carry out the plan, then wait until every trajectory has ended and every invalid line is dead-lettered."""
         began = self._watch.moved_at = time.monotonic()
-        deeds, through = list(self._plan.deeds), self._plan.shape.seconds
+        planned_faults, through = list(self._plan.planned_faults), self._plan.shape.seconds
         while not (self._roles.complete and self._all_produced()):
             now = time.monotonic() - began
-            while deeds and deeds[0].at <= now and not self._too_soon(deeds[0]):
-                self._roles.do(deeds.pop(0))
-            self._produce(self._plan.due(now, len(deeds)))
+            while planned_faults and planned_faults[0].at <= now and not self._too_soon(planned_faults[0]):
+                self._roles.do(planned_faults.pop(0))
+            self._produce(self._plan.due(now, len(planned_faults)))
             self._turn_over()
-            if self._plan.in_turn and deeds:  # there may be nothing to do until the next deed brings some
+            if self._plan.in_turn and planned_faults:  # there may be no work until the next fault releases lines
                 through, self._watch.moved_at = now, time.monotonic()
             if time.monotonic() - self._watch.moved_at > SILENCE_SECONDS:
                 raise StormBroken(f"nothing moved for {SILENCE_SECONDS:.0f} s")
@@ -329,14 +331,16 @@ class _Storm:
         while not self._all_dead() and time.monotonic() < deadline:
             self._turn_over()
 
-    def _too_soon(self, deed: Deed) -> bool:
-        """Whether others must be well first."""
+    def _too_soon(self, planned_fault: PlannedFault) -> bool:
+        """Whether other workers must be healthy first."""
         if self._plan.in_turn:
-            return deed.act is Act.LEAVE and not self._roles.all_well()
-        return deed.act is Act.KILL and deed.worker.role is Role.NODE and self._roles.waits_for_nodes()
+            return planned_fault.act is Act.LEAVE and not self._roles.all_well()
+        return (
+            planned_fault.act is Act.KILL and planned_fault.worker.role is Role.NODE and self._roles.waits_for_nodes()
+        )
 
     def _late(self) -> list[Worker]:
-        """Who does not do its work yet; of routers one is enough."""
+        """Return the workers that are not ready; one ready router is enough."""
         first = self._plan.first
         served = any(self._roles.ready(worker) for worker in first if worker.role is Role.ROUTER)
         return [
@@ -344,13 +348,13 @@ class _Storm:
         ]
 
     def _all_dead(self) -> bool:
-        """Whether every bad line has its letter."""
-        dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
-        letters = f"{self._settings.namespace}{PROMPTS.dead_letters}"
-        return dead <= {found.mark for found in read_all(self._settings, [letters])}
+        """Whether every invalid line is dead-lettered."""
+        dead = {line.mark for line in self._plan.lines if line.sort is LineKind.BAD}
+        dlq_topic = f"{self._settings.namespace}{PROMPTS.dead_letters}"
+        return dead <= {found.mark for found in read_all(self._settings, [dlq_topic])}
 
     def unproduced(self) -> list[str]:
-        """What kcat could not produce."""
+        """Return the lines that kcat could not produce."""
         for kcat in self._kcats:
             kcat.kill()
             kcat.wait()
@@ -359,10 +363,10 @@ class _Storm:
     def _turn_over(self) -> None:
         self._roles.tick()
         self._watch.look()
-        time.sleep(TICK_SECONDS)  # logs and processes are looked at: they call nobody
+        time.sleep(TICK_SECONDS)  # logs and processes are polled, because they send no events
 
     def _produce(self, now: float) -> None:
-        """Hand the lines that are due to kcat: those with a key and those without."""
+        """Give the due lines to kcat: lines with a key and lines without."""
         if now < self._next_produce:
             return
         self._next_produce = now + PRODUCE_SECONDS

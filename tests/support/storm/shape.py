@@ -1,21 +1,21 @@
-"""How large a storm is, and of which kind. Pure."""
+"""Size and kind of a storm. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How large a storm is."""
+    """Size and kind of a storm."""
 
     nodes: int
-    """Of the broker's cluster; 0: a broker that is left alone, and whose clients return by name."""
+    """Nodes of the broker's cluster; 0 means a broker without faults, whose clients restart under their names."""
     lenders: int = 0
     control: int = 0
-    """1: a control app says which of them lend."""
+    """1 runs a control app that grants lending."""
     cells: int = 1
     rounds: int = 1
     leaves: int = 0
-    """So many workers in each round are asked to leave, and nothing else is done; 0: every kind of fault is."""
+    """Number of workers that are stopped in each round, without other faults; 0 means every kind of fault."""
     round_seconds: float = 50.0
     groups_per_second: float = 1.5
     group_size: int = 4
@@ -32,12 +32,12 @@ class Shape:
 
     @property
     def by_name(self) -> bool:
-        """Who was killed returns under its name; else under a new one where its role allows."""
+        """Whether a killed worker restarts under its name; otherwise under a new name if its role allows."""
         return self.nodes == 0
 
 
 def leaving(leaves: int) -> Shape:
-    """On three nodes, with a lender: so many workers are asked to leave, one in six seconds."""
+    """Return a shape of three nodes and a lender in which so many workers are stopped, one every six seconds."""
     return Shape(
         nodes=3, lenders=1, leaves=leaves, round_seconds=6.0 * leaves, groups_per_second=0.7, blocking_groups=0
     )

@@ -30,45 +30,45 @@ SESSION_SECONDS: Mapping[Role, float] = {
     Role.CONTROL: 0.0,
     Role.NODE: 6.0,
 }
-"""After so long a silence the others know that a worker is gone."""
+"""Silence in seconds after which other processes know that a worker is gone."""
 
 
 class Change(Enum):
     STARTED = "started"
     """The process was started."""
     READY = "ready"
-    """It does its work: the end of its start."""
+    """The process is ready."""
     FROZEN = "frozen"
     THAWED = "thawed"
     ENDED = "ended"
-    """Killed, left, or died by itself."""
+    """The process was killed, stopped, or ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
-    """A change of one process, and when (unix seconds)."""
+class RoleEvent:
+    """A change of one process, with its time in unix seconds."""
 
     at: float
     change: Change
     role: Role
     process: int
-    """Names one start of one worker."""
+    """Number of one start of one worker."""
     cell: int = 0
-    """Of an executor that stays in one; all others are of one."""
+    """Cell of an executor that stays in a cell; all other processes have one cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Between two applied turns, while work was left."""
+    """A time between two applied turns while work was left."""
 
     begin: float
     end: float
     seconds: float
-    """What of it counts."""
+    """The part of the time that counts."""
 
 
 def stalls(applied: Sequence[float], work: Iterable[Interval], excused: Iterable[Interval]) -> list[Stall]:
-    """What counts of each time between two applied turns, longest first."""
+    """Return the counted part of each time between two applied turns, longest first."""
     found = []
     excuses = union(excused)
     for begin, end in union(work):
@@ -77,8 +77,8 @@ def stalls(applied: Sequence[float], work: Iterable[Interval], excused: Iterable
     return sorted(found, key=lambda stall: -stall.seconds)
 
 
-def excuses(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
-    """When time does not count."""
+def excuses(happenings: Sequence[RoleEvent], *, until: float) -> list[Interval]:
+    """Return the times that do not count."""
     found: list[Interval] = []
     for role in (Role.ENVIRONMENT, Role.EXECUTOR, Role.ROUTER, Role.TRAINER):
         of_role = [each for each in happenings if each.role is role]
@@ -87,8 +87,8 @@ def excuses(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
     return union([*found, *sessions(happenings)])
 
 
-def nobody_well(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
-    """When no process of these is well."""
+def nobody_well(happenings: Sequence[RoleEvent], *, until: float) -> list[Interval]:
+    """Return the times in which no process of the group is healthy."""
     well: set[int] = set()
     ready: set[int] = set()
     found: list[Interval] = []
@@ -111,8 +111,8 @@ def nobody_well(happenings: Sequence[Happening], *, until: float) -> list[Interv
     return found
 
 
-def sessions(happenings: Sequence[Happening]) -> list[Interval]:
-    """The time after a death, or in a freeze, in which the others cannot know."""
+def sessions(happenings: Sequence[RoleEvent]) -> list[Interval]:
+    """Return the times after a death or within a freeze in which other processes cannot know of it."""
     found = []
     for each in happenings:
         session = SESSION_SECONDS[each.role]
@@ -129,7 +129,7 @@ def sessions(happenings: Sequence[Happening]) -> list[Interval]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """Return the same times without overlaps, in order."""
     joined: list[Interval] = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if joined and begin <= joined[-1][1]:
@@ -144,5 +144,5 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def overlap(interval: Interval, others: Sequence[Interval]) -> float:
-    """How much of the interval lies in the others, which do not overlap each other."""
+    """Return how much of the interval lies in the others, which do not overlap."""
     return sum(max(0.0, min(interval[1], end) - max(interval[0], begin)) for begin, end in others)

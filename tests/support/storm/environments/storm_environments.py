@@ -1,4 +1,4 @@
-"""An environment that a storm names in a few of its prompts: it blocks its thread, and nothing can cancel that."""
+"""An environment of a few storm prompts. It blocks its thread, and the block cannot be cancelled."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ BLOCKED_SECONDS = 3600.0
 
 
 class Blocking:
-    """Its first step never ends."""
+    """An environment whose first step never ends."""
 
     async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
         return "1+1"
