@@ -21,6 +21,13 @@ from rose.workers.lender.vllm.interleaving import StepInterleaver
 from rose.workers.lender.watchdog import StatusPage
 
 
+@pytest.fixture(autouse=True)
+def exported_metrics() -> Iterator[None]:
+    """Remove exported metrics after each test."""
+    with metrics.exported():
+        yield
+
+
 def serving() -> Any:
     """A scripted engine core that steps."""
     pool = BlockPool(8, enable_caching=True, hash_block_size=1)
