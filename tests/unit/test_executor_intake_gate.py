@@ -24,7 +24,7 @@ from rose.workers.executor.ipc.messages import (
     aborted_before_start,
 )
 from rose.workers.executor.ipc.shared_memory import RingBuffer, create_ring_memory
-from rose.workers.lender.lifecycle import SuspendedEngine
+from rose.workers.lender.guest_lifecycle import SuspendedEngine
 
 TICK = EngineStatus(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0)
 

@@ -27,7 +27,7 @@ from rose.workers.executor.ipc.messages import (
 from rose.workers.executor.ipc.shared_memory import RingBuffer
 from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.lifecycle import Building, Dropped, Lending, Profiling, Suspended
+from rose.workers.lender.guest_lifecycle import Building, Dropped, Lending, Profiling, Suspended
 from rose.workers.lender.sidecar_link import Connection, SidecarListener, accept, connect, listen
 from rose.workers.lender.vllm import guest_build
 from rose.workers.lender.vllm.guest import FREE_SECONDS, Guest

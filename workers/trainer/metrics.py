@@ -1,17 +1,10 @@
-"""Where the figures of a step go: the Prometheus metrics of the trainer, and the step log.
-
-A tracker (Weights & Biases, MLflow, TensorBoard) is one more class with the two methods of MetricsSink, added to
-`StepReporter`.
-"""
-
-from pathlib import Path
-from typing import Protocol
+"""The Prometheus metrics of the trainer."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rose.schemas.samples import Outcome
 from rose.workers.trainer.groups import SampleStatus
-from rose.workers.trainer.step_log import StepLine, StepLog
+from rose.workers.trainer.step_log import StepLine
 
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -120,36 +113,3 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Do nothing: the process exports its metrics until it ends."""
-
-
-class MetricsSink(Protocol):
-    """Takes the figures of each step."""
-
-    def log(self, step: int, values: StepLine) -> None:
-        """Take the figures of a step. Steps come in order.
-
-        A step comes a second time if the trainer was killed before every sink had it. An exception ends the trainer.
-        """
-
-    def close(self) -> None:
-        """Write what is held back. Called once, when the trainer ends for whatever reason but a kill."""
-
-
-class StepReporter:
-    """Gives each step to all sinks of a run. The step log is last: a step in it has reached every sink."""
-
-    def __init__(self, run_folder: Path) -> None:
-        """Raises OSError or DecodeError as StepLog does."""
-        self._step_log = StepLog(run_folder)
-        self._sinks: tuple[MetricsSink, ...] = (PrometheusSink(), self._step_log)
-
-    def report(self, line: StepLine) -> None:
-        """Give a step's line to every sink, unless the step log has the step."""
-        if line.step > self._step_log.last_step:
-            for sink in self._sinks:
-                sink.log(line.step, line)
-
-    def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()

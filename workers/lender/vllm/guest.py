@@ -21,7 +21,7 @@ from rose.workers.executor.ipc.messages import NO_LIMIT, EngineLost, NextWork, S
 from rose.workers.executor.ipc.shared_memory import RingBuffer
 from rose.workers.executor.step_cost import StepCost
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.lifecycle import (
+from rose.workers.lender.guest_lifecycle import (
     Building,
     Dropped,
     GuestLifecycle,
