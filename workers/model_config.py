@@ -109,6 +109,9 @@ ENGINE_FIELDS = {
 """Fields that vLLM reads for many model types, with the value that has no effect. Transformers reads a field only for
 the types whose configuration knows it."""
 
+ROUNDED_SLOPES = "falcon"
+"""The model type for which transformers computes ALiBi in bfloat16, whatever the type of the weights."""
+
 OWN_SCALE = "phimoe"
 """The model type for which transformers reads `short_mscale`; vLLM reads the field for all types."""
 
@@ -128,6 +131,11 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
         raise ConfigRefused(f"{folder}/{CONFIG} lets a token see what comes after it: such a model cannot be sampled")
     if config.get("scale_attn_weights") is False:
         raise ConfigRefused(f"{folder}/{CONFIG} has attention without a scale (scale_attn_weights), which vLLM ignores")
+    if config.get("model_type") == ROUNDED_SLOPES and config.get("alibi"):
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} has alibi, whose slopes and positions transformers rounds to bfloat16 and vLLM does "
+            "not: begin with another model"
+        )
     for name, known in TAKEN_FOR_GRANTED.get(str(config.get("model_type")), {}).items():
         said = config.get(name)
         if said is not None and said not in known:

@@ -118,6 +118,17 @@ def test_family_is_trained_published_served_exported_and_restarted(kind: str, tm
     check_folder(exported)
 
 
+def test_files_of_another_configuration_format_are_not_read_by_the_engine(tmp_path: Path) -> None:
+    """vLLM prefers Mistral's params.json where both lie in a folder; the trainer reads config.json."""
+    tiny_policy("mistral", tmp_path)
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 2, "norm_eps": 0.5, "vocab_size": 128}))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(tmp_path / WHOLE), WHOLE)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"norm.weight": torch.ones(4)}, tmp_path / "consolidated.safetensors")
+    turn, _ = run_turns(tmp_path, load_file(tmp_path / WHOLE))
+    assert off(load_policy(tmp_path), turn) < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", of_long(REFUSED, ("gpt_neo",)))
 def test_unservable_family_is_refused_in_one_sentence_at_the_start(kind: str, tmp_path: Path) -> None:
     tiny_policy(kind, tmp_path)

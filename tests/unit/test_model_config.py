@@ -57,6 +57,7 @@ def folder_of(place: Path, **settings: Any) -> Path:
         ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual"),
         ({"model_type": "cohere2", "hidden_act": "gelu"}, "hidden_act"),
         ({"model_type": "falcon", "activation": "silu"}, "activation"),
+        ({"model_type": "falcon", "alibi": True}, "has alibi, whose slopes .* rounds to bfloat16"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
         ({"model_type": "llama", "logit_scale": 0.25}, "has logit_scale 0.25, which vLLM reads"),
         ({"model_type": "qwen2", **HEADS, "head_dim": 64}, "has head_dim 64, .* takes for 32"),

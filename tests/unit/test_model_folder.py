@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
 from rose.schemas.errors import UsageError
-from rose.workers.weights.model_folder import FolderError, check_folder
+from rose.workers.weights.model_folder import FolderError, check_folder, weight_files
 
 VOCABULARY = 12
 
@@ -59,6 +59,11 @@ def truncate(folder: Path) -> None:
 def rewrite_config(folder: Path, **changes: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_hidden_files_beside_the_weights_are_ignored(folder: Path) -> None:
+    (folder / "._model.safetensors").write_bytes(b"attributes")
+    assert weight_files(folder) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(

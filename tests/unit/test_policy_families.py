@@ -51,6 +51,18 @@ def logprobs_of(model: Any, *rows: list[int]) -> torch.Tensor:
         return token_logprobs(model, torch.tensor(rows))
 
 
+def test_pad_token_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match="has a pad_token_id outside of its vocabulary: set it to a token, or take"):
+        load_policy(rewrite(made(tmp_path, "llama"), pad_token_id=SIZES["vocab_size"]))
+
+
+def test_weights_under_other_names_are_refused_with_a_missing_and_a_held_name(tmp_path: Path) -> None:
+    file = made(tmp_path, "llama") / "model.safetensors"
+    save_file({f"_orig_mod.{name}": tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(FolderError, match=r"beginning with lm_head\.weight.*; the files hold _orig_mod\."):
+        load_policy(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
 def test_attention_logit_cap_is_applied(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

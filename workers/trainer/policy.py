@@ -62,12 +62,18 @@ def load_policy(folder: Path) -> Any:
     except UsageError:
         raise
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
+        if "padding_idx" in str(error).lower():
+            raise FolderError(
+                f"{folder}/config.json has a pad_token_id outside of its vocabulary: set it to a token, or take it out"
+            ) from error
         raise FolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
     unlike = [
         f"{name} of shape {tuple(held)} instead of {tuple(asked)}" for name, held, asked in report["mismatched_keys"]
     ]
     if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
-        raise FolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}")
+        unknown = sorted(report["unexpected_keys"])[:1]
+        held = f"; the files hold {unknown[0]}, which the model does not have" if unknown else ""
+        raise FolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}{held}")
     _refuse_not_finite(model, folder)
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MISTRAL_CONFIG = "params.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+WEIGHT_FILES = "[!.]*.safetensors"
+"""Pattern of the weight files. vLLM skips hidden files too, such as those that macOS writes beside each file."""
 ADAPTER = "adapter_config.json"
 QUANTIZED = "quantization_config", "compression_config"
 """Fields of config.json that describe quantized weights."""
@@ -122,7 +124,7 @@ def check_format(folder: Path) -> None:
     """Raises FolderError for an adapter, and for weights that are held in another format than safetensors alone."""
     if (folder / ADAPTER).is_file():
         raise FolderError(f"{folder} has an {ADAPTER}: merge the adapter into its model, or remove its files")
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob(WEIGHT_FILES)):
         found = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
         if weights := [name for name in found if not name.startswith(NO_WEIGHTS)]:
             raise FolderError(f"{folder} holds {weights[0]} and no *.safetensors: convert its weights to safetensors")
@@ -175,7 +177,7 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
 def weight_files(folder: Path) -> list[str]:
     """The names of the files that hold the folder's tensors. Raises FolderError."""
     check_format(folder)
-    held = sorted(path.name for path in folder.glob("*.safetensors"))
+    held = sorted(path.name for path in folder.glob(WEIGHT_FILES))
     if (folder / INDEX).is_file():
         return _indexed(folder, held)
     if not held:

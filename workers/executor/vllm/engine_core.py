@@ -268,6 +268,8 @@ def _error_text(error: Exception) -> str:
 def _arguments(config: EngineConfig, backend: ModelBackend) -> dict[str, Any]:
     return {
         "model": str(config.model_folder),
+        "config_format": "hf",  # the default prefers params.json, of which the trainer and the checks know nothing
+        "runner": "generate",
         "skip_tokenizer_init": True,
         "load_format": "safetensors",
         "use_tqdm_on_load": False,
