@@ -335,7 +335,7 @@ def test_forked_role_ends_like_a_spawned_role(
 DRAWING = """
 import os, random, sys
 import numpy
-print("drawn", random.random(), numpy.random.random(), os.environ["ROSE_RUN__SEED"], os.getsid(0) == os.getpid())
+print("drawn", random.random(), numpy.random.random(), os.environ["ROSE_RUN__SEED"], os.getpgid(0) == os.getpid())
 print("stdin", repr(sys.stdin.read()))
 """
 

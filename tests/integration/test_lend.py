@@ -206,7 +206,7 @@ def goes_on_after_a_park(router: Router) -> None:
     for seed, name in enumerate(names):
         if name in preempted_parts:
             part = preempted_parts[name].part if preempted_parts[name].tokens else None  # as a router sends it
-            router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=part)
+            router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, partial=part)
     for name in preempted_parts:
         assert router.result(name, 1).tokens == router.result(f"whole-{name}").tokens
         assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(preempted_parts[name].tokens))

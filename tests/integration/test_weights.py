@@ -347,8 +347,8 @@ def test_slices_in_an_index_are_received(trainer: Trainer, monkeypatch: pytest.M
     assert newest is not None
     assert newest.index
     assert not newest.slices
-    with receiving(trainer.settings, key) as receiver:
-        assert_equal(staged(receiver), tensors_of(1))
+    with receiving(trainer.settings, key) as late_receiver:
+        assert_equal(staged(late_receiver), tensors_of(1))
 
 
 def test_sharded_receiver_fetches_slices_that_overlap_its_shard(trainer: Trainer) -> None:

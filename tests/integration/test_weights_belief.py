@@ -89,8 +89,8 @@ def test_forged_manifest_of_any_number_blocks_no_honest_version(settings: BusSet
             publish(publisher, version)
         assert_equal(staged_at(receiver, 4), tensors_of(4))
         assert receiver.refusals[Refusal.UNSIGNED] == 1
-    with receiving(settings, KEY) as receiver:
-        assert_equal(staged(receiver), tensors_of(4))
+    with receiving(settings, KEY) as late_receiver:
+        assert_equal(staged(late_receiver), tensors_of(4))
     assert WeightPublisher(settings, MODEL, key=KEY).next_version == 5
 
 
@@ -136,10 +136,10 @@ def test_broken_version_of_any_number_falls_back_to_the_next_best(settings: BusS
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
         assert_equal(staged(receiver), tensors_of(0))
         wait_until_refused(receiver, 2**50)
-    with WeightPublisher(settings, MODEL, key=KEY) as publisher, receiving(settings, KEY) as receiver:
-        assert_equal(staged(receiver), tensors_of(0))
+    with WeightPublisher(settings, MODEL, key=KEY) as publisher, receiving(settings, KEY) as late_receiver:
+        assert_equal(staged(late_receiver), tensors_of(0))
         publish(publisher, publisher.next_version, seed=1)
-        assert_equal(staged(receiver), tensors_of(1))
+        assert_equal(staged(late_receiver), tensors_of(1))
 
 
 @kafka_first
@@ -162,8 +162,8 @@ def test_receivers_follow_a_rolled_back_trainer_and_not_its_predecessor(settings
             publish(after, 10)
             assert_equal(staged(receiver), tensors_of(10))
         before.close()
-    with receiving(settings, KEY) as receiver:
-        assert_equal(staged(receiver), tensors_of(10))
+    with receiving(settings, KEY) as late_receiver:
+        assert_equal(staged(late_receiver), tensors_of(10))
 
 
 @kafka_first
@@ -175,8 +175,8 @@ def test_version_republished_at_a_start_causes_no_swap(settings: BusSettings) ->
             assert staged_at(receiver, 2).manifest.base_version == 1
         with WeightPublisher(settings, MODEL) as publisher:
             assert publish(publisher, 2).base_version is None
-            with receiving(settings) as receiver:
-                assert staged(receiver).manifest.base_version is None
+            with receiving(settings) as late_receiver:
+                assert staged(late_receiver).manifest.base_version is None
             assert publish(publisher, 3).base_version == 2
             assert_equal(staged(receiver), tensors_of(3))
             assert sum(receiver.refusals.values()) == 0
