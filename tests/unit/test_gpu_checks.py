@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,14 +61,37 @@ def test_check_says_what_it_decides(name: str) -> None:
     assert getattr(importlib.import_module(module), function).__doc__.startswith(f"{name}: decides ")
 
 
+LACKING = "blake3", "confluent_kafka", "cryptography", "faust", "noida_db", "pydantic_settings", "structlog"
+"""Packages of the product that a machine with torch, msgspec and typer does not have."""
+
+TELL_LOADED = """
+import atexit, os, sys
+def tell():
+    with open(os.environ["LOADED"], "a", encoding="utf-8") as file:
+        file.writelines(name + "\\n" for name in sys.modules)
+atexit.register(tell)
+"""
+
+
 @pytest.mark.slow
-def test_dry_run_of_two_checks_prints_one_object(tmp_path: Path) -> None:
-    line = ["--dry-run", "--only", "B,L", "--json", "-", "--results", str(tmp_path / "results.jsonl")]
+def test_dry_run_of_two_checks_prints_one_object_and_needs_torch_and_msgspec_alone(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(TELL_LOADED, encoding="utf-8")
+    loaded = tmp_path / "loaded"
+    line = ["--dry-run", "--only", "B,C", "--json", "-", "--results", str(tmp_path / "results.jsonl")]
     ran = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", *line], capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-m", "bench.gpu", *line],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "LOADED": str(loaded)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    assert [(result["name"], result["state"]) for result in found["results"]] == [("B", "done"), ("L", "done")]
+    assert [(result["name"], result["state"]) for result in found["results"]] == [("B", "done"), ("C", "done")]
     assert found["results"][0]["rows"][0]["errno"] == "none"
-    assert found["checks"] == []
+    assert [(check["name"], check["value"]) for check in found["checks"]] == [("exchanged_logits_off", 0)]
+    names = set(loaded.read_text(encoding="utf-8").split())
+    assert {"torch", "transformers", "msgspec"} <= names
+    assert names.isdisjoint(LACKING)
