@@ -1,0 +1,29 @@
+"""The checks, in the order in which they run: quick ones that decide much come first."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One check."""
+
+    function: str
+    """MODULE:FUNCTION; the docstring of the function says what the check decides."""
+    limit: float
+    """Seconds after which the check's process is ended."""
+
+
+CHECKS = {
+    "A": Entry("bench.gpu.process_state:stale_reads", 40),
+    "B": Entry("bench.gpu.process_state:madvise_device", 30),
+    "L": Entry("bench.gpu.process_state:random_states", 30),
+    "D": Entry("bench.gpu.weights:inplace_delta", 75),
+    "E": Entry("bench.gpu.steps:yield_times", 110),
+    "C": Entry("bench.gpu.weights:slab_copies", 90),
+    "G": Entry("bench.gpu.sharing:serving_beside_guest", 130),
+    "F": Entry("bench.gpu.codec:count_and_extract", 90),
+    "H": Entry("bench.gpu.memory:guest_pool", 60),
+    "I": Entry("bench.gpu.memory:virtual_memory", 40),
+    "J": Entry("bench.gpu.compiling:triton_compile", 90),
+    "K": Entry("bench.gpu.process_state:sticky_error", 60),
+}

@@ -1,0 +1,229 @@
+"""How a new policy version reaches the weights that a GPU computes with."""
+
+import gc
+import mmap
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from itertools import cycle
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu.card import Card, card_of
+from bench.gpu.report import Report, Unavailable
+
+PIECE_BYTES = 4 << 20
+"""A piece of `rose.workers.executor.vllm.weights`: PIECE_ELEMENTS of bfloat16."""
+
+SHARES = 0.001, 0.01, 0.05
+"""Shares of the weights that an update changes."""
+
+DELTA_MS = 10.0
+
+
+def slab_copies(report: Report) -> None:
+    """C: decides how an engine on a GPU loads a version from shared memory: pinned or not, and in which pieces.
+
+    Rows: rate, the time that the host is held, and the longest piece, for copies from a memfd as it is, registered with
+    CUDA, and from pinned memory. Then the product's spare weights, unmodified, on a model of transformers: logits after
+    an exchange have to equal the logits of a model into which the version was copied.
+    """
+    card = card_of(report)
+    size = card.size(1_192 << 20, 3 << 20)  # Qwen3-0.6B in bfloat16
+    slab, registered = _memfd(size), _memfd(size)
+    if not card.dry:
+        code = torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+        report.row(cudaHostRegister=int(code), is_pinned=registered.is_pinned())
+    sources = {
+        "memfd": slab,
+        "memfd, registered": registered,
+        "pinned": torch.full((size,), 1, dtype=torch.uint8, pin_memory=not card.dry),
+    }
+    target = torch.empty(size, dtype=torch.uint8, device=card.device)
+    for name, source in sources.items():
+        for piece in (size, PIECE_BYTES):
+            report.row(source=name, piece_bytes=piece, **_copied(card, source, target, piece))
+    if not card.dry:
+        torch.cuda.cudart().cudaHostUnregister(registered.data_ptr())  # type: ignore[no-untyped-call]
+    del target
+    _exchange(report, card)
+
+
+def _memfd(size: int) -> Tensor:
+    """The memory that the executor and its engine share, filled with ones."""
+    from rose.workers.executor.ipc.shared_memory import create_sealed_memory
+
+    tensor = torch.frombuffer(mmap.mmap(create_sealed_memory(size, "version"), size), dtype=torch.uint8)
+    return tensor.fill_(1)
+
+
+def _copied(card: Card, source: Tensor, target: Tensor, piece: int) -> dict[str, float]:
+    """The best of three copies on a side stream: GB/s, the time that the host is held, its longest piece."""
+    best: dict[str, float] = {}
+    for _ in range(3):
+        stream, held = card.stream(), []
+        card.wait()
+        began = time.perf_counter()
+        with card.on(stream):
+            for to, origin in zip(torch.split(target, piece), torch.split(source, piece), strict=True):
+                at = time.perf_counter()
+                to.copy_(origin, non_blocking=True)
+                held.append(time.perf_counter() - at)
+        launched = time.perf_counter() - began
+        card.wait()
+        seconds = time.perf_counter() - began
+        rate = source.numel() / seconds / 1e9
+        if rate > best.get("gb_s", 0):
+            best = {"gb_s": rate, "host_held_ms": 1000 * launched, "longest_piece_ms": 1000 * max(held)}
+    return best
+
+
+def _exchange(report: Report, card: Card) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    product = _spare_weights()
+    shape: dict[str, Any] = card.size(
+        {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936}
+        | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    )
+    config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=4096)
+    with torch.device(card.device):
+        model, reference = (AutoModelForCausalLM.from_config(config, dtype=card.dtype).eval() for _ in range(2))
+    version = {
+        name: torch.randn_like(parameter).mul_(0.02).detach().cpu() for name, parameter in reference.named_parameters()
+    }
+    tokens = torch.arange(64, device=card.device)[None]
+    with torch.no_grad():
+        _load_named(reference, version.items())
+        right = reference(input_ids=tokens, use_cache=False).logits
+        spare = product.make_spare(model)
+        spare.load_weights = MethodType(_load_named, spare)
+        pieces, stream = [], card.stream()
+        card.wait()
+        with card.on(stream):
+            at = time.perf_counter()
+            for _ in product.write_version(spare, version):
+                pieces.append(time.perf_counter() - at)
+                at = time.perf_counter()
+        card.wait()
+        began = time.perf_counter()
+        product.exchange_parameters(model, spare)
+        exchanged = time.perf_counter() - began
+        off = (model(input_ids=tokens, use_cache=False).logits - right).abs().max().item()
+    report.row(
+        spare_pieces=len(pieces),
+        written_ms=1000 * sum(pieces),
+        longest_piece_ms=1000 * max(pieces),
+        exchange_ms=1000 * exchanged,
+    )
+    report.check("exchanged_logits_off", off, "", 0, "a model into which the version was copied")
+
+
+def _load_named(model: Any, tensors: Any) -> None:
+    """Copy tensors into parameters of the same names, as a loader of vLLM does."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors:
+        parameters[name].copy_(tensor)
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Gives modules named vllm, whose every attribute is an empty class: the spare weights need none of vLLM."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "vllm" else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def attribute(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__dict__["__getattr__"] = attribute
+
+
+def _spare_weights() -> ModuleType:
+    """The product's module of the engine's weights, imported without vLLM."""
+    stand_ins = _StandIns()
+    sys.meta_path.insert(0, stand_ins)
+    try:
+        from rose.workers.executor.vllm import weights
+    finally:
+        sys.meta_path.remove(stand_ins)
+    return weights
+
+
+def inplace_delta(report: Report) -> None:
+    """D: decides whether a version is scattered in place between two steps, instead of into spare weights.
+
+    A Triton kernel writes 0.1, 1 and 5 % of the words of policies of 0.6B and 8B, at random ascending positions, and
+    then the old words. Wrong words are counted. Rows: device time of the kernel, of torch's own indexed write, and of
+    the copy of a delta from pinned memory.
+    """
+    card = card_of(report)
+    try:
+        from bench.gpu.word_kernels import scatter
+    except ImportError as error:
+        raise Unavailable(f"Triton is not installed ({error})") from error
+    wrong = 0
+    for name, words in card.size({"0.6B": 596_049_920, "8B": 8_190_735_360}, {"tiny": 40_000}).items():
+        held = torch.randint(-(1 << 15), 1 << 15, (words,), dtype=torch.int16, device=card.device)
+        before = held.clone()
+        for share in SHARES:
+            stride = int(1 / share)
+            count = words // stride
+            positions = torch.arange(count, device=card.device).mul_(stride)
+            positions += torch.randint(stride, (count,), device=card.device)
+            old = held[positions]
+            new = old ^ 1
+            scatter(held, positions, new)
+            wrong += abs(_differing(held, before) - count) + _differing(held[positions], new)
+            scatter(held, positions, old)
+            wrong += _differing(held, before)
+            row = {
+                "scatter_ms": max(card.milliseconds(_in_turn(scatter, held, positions, (new, old)))),
+                "torch_ms": max(card.milliseconds(_in_turn(_put, held, positions, (new, old)), 4)),
+            }
+            held.copy_(before)
+            if share < max(SHARES):
+                row["from_host_ms"] = _from_host_ms(card, positions, new)
+            report.row(policy=name, share=share, **row)
+            if name == "8B" and share == max(SHARES):
+                report.check("scatter_8b", row["scatter_ms"], "ms", DELTA_MS, "a swap of a few decode steps, 5 % of 8B")
+            del positions, old, new
+        del held, before
+        gc.collect()
+    report.check("wrong_words", wrong, "words", 0, "the words of the delta, and of the version before after its undo")
+
+
+def _in_turn(
+    write: Callable[[Tensor, Tensor, Tensor], None], words: Tensor, positions: Tensor, values: tuple[Tensor, Tensor]
+) -> Callable[[], None]:
+    """Write one of two deltas after the other."""
+    turns: Iterator[Tensor] = cycle(values)
+    return lambda: write(words, positions, next(turns))
+
+
+def _put(words: Tensor, positions: Tensor, values: Tensor) -> None:
+    words[positions] = values
+
+
+def _differing(one: Tensor, other: Tensor) -> int:
+    """The number of unequal words, without a mask of the whole."""
+    pieces = zip(torch.split(one, 1 << 28), torch.split(other, 1 << 28), strict=True)
+    return int(sum(torch.count_nonzero(a != b) for a, b in pieces))
+
+
+def _from_host_ms(card: Card, positions: Tensor, values: Tensor) -> float:
+    """Device time of the copy of positions and words from pinned memory."""
+    pairs: Mapping[Tensor, Tensor] = {
+        torch.empty_like(each, device="cpu", pin_memory=not card.dry).copy_(each): torch.empty_like(each)
+        for each in (positions, values)
+    }
+    return min(card.milliseconds(lambda: [to.copy_(host, non_blocking=True) for host, to in pairs.items()], 3))
