@@ -186,7 +186,7 @@ def _same_request(record: Record, read: Record) -> bool:
     """Whether a dispatch was read as it was written: then its own request will do, which its writer looks at too."""
     if not isinstance(record, TurnDispatch) or not isinstance(read, TurnDispatch):
         return False
-    return bytes(record.asked) == bytes(read.asked)
+    return bytes(record.request_wire) == bytes(read.request_wire)
 
 
 def _check_nesting(record: Record | type[Record], value: object) -> None:

@@ -198,7 +198,7 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
         )
     try:
         fields = msgspec.json.decode(file.read_bytes(), type=Fields)
-        said = msgspec.json.decode(fields.get("added_tokens", NULL), type=list[_Entry] | None) or []
+        entries = msgspec.json.decode(fields.get("added_tokens", NULL), type=list[_Entry] | None) or []
         loaded = {name: fields[name] for name in LOADED if name in fields}
         model = msgspec.json.decode(fields.get("model", NULL), type=Fields | None)
         if model and "dropout" in model:
@@ -210,7 +210,7 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
         raise TokenizerError(f"{file} is no readable tokenizer: {error.strerror}") from None
     except Exception as error:  # tokenizers raises bare Exception for every broken file
         raise TokenizerError(f"{file} is no readable tokenizer: {' '.join(str(error).split())}") from error
-    _check_ids(tokenizer, {entry.content: entry.id for entry in said}, file)
+    _check_ids(tokenizer, {entry.content: entry.id for entry in entries}, file)
     _add(tokenizer, tokens, file.parent)
     _mark(tokenizer, special)
     return tokenizer
@@ -241,9 +241,9 @@ def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:
     tokenizer.add_tokens(named)
 
 
-def _check_ids(tokenizer: Any, said: Mapping[str, int], where: Path, *files: str) -> None:
+def _check_ids(tokenizer: Any, ids: Mapping[str, int], where: Path, *files: str) -> None:
     """Raises TokenizerError if the tokenizer gives a token another id than the files say."""
-    for content, number in said.items():
+    for content, number in ids.items():
         if (given := tokenizer.token_to_id(content)) != number:
             raise TokenizerError(
                 f"{where}: {' or '.join(files) or 'added_tokens'} says that {content!r} is token {number}, and by the "

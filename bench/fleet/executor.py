@@ -239,8 +239,8 @@ class FleetExecutor:
         name = "/".join(map(str, dispatch.key))
         request = dispatch.request
         whole, finish = sampled_of(request.trajectory_id, request.turn, request.sampling, self._lengths)
-        begun = 0 if dispatch.begun is None else count(dispatch.begun.tokens)
-        rest = whole[ITEM_BYTES * begun :]
+        sampled = 0 if dispatch.partial is None else count(dispatch.partial.tokens)
+        rest = whole[ITEM_BYTES * sampled :]
         if not rest:
             self._inbox.release(dispatch.key)
             return [self._refused(dispatch, "nothing of it is left to sample", Refusal.ENGINE, now)]

@@ -119,8 +119,8 @@ class Screen:
         view, elapsed = self._follower.run_state, monotonic() - self._began
         if not self._started_executors or view.applied_at >= view.began or elapsed >= STANDSTILL_SECONDS:
             return None
-        heard = {each.worker for each in facts.executors}
-        return [name for name in self._started_executors if name not in heard]
+        known = {each.worker for each in facts.executors}
+        return [name for name in self._started_executors if name not in known]
 
     def _drawn(self) -> Group:
         now, view = monotonic(), self._follower.run_state

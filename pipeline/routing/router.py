@@ -462,9 +462,9 @@ class Router:
         return decisions
 
     def _query(self, turn: Turn) -> PlacementQuery:
-        begun = turn.partial_tokens
-        context_tokens = turn.context_tokens + begun
-        new_tokens = turn.lengths.expected(turn.turn, turn.max_tokens) - begun
+        partial_tokens = turn.partial_tokens
+        context_tokens = turn.context_tokens + partial_tokens
+        new_tokens = turn.lengths.expected(turn.turn, turn.max_tokens) - partial_tokens
         return PlacementQuery(
             context_tokens,
             new_tokens if new_tokens > 1.0 else 1.0,
@@ -495,7 +495,7 @@ class Router:
             self.prefix_locations.on_prompt_dispatched(turn.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
         return TurnDispatch(
-            asked=msgspec.Raw(wire),
+            request_wire=msgspec.Raw(wire),
             home=turn.home,
             offset=turn.offset,
             cut=cut,
@@ -508,7 +508,7 @@ class Router:
             dispatched_at=now,
             cost=choice.cost,
             queued_at=turn.queued_at,
-            begun=turn.partial,
+            partial=turn.partial,
         )
 
     def _record_prefix(self, turn: Turn, result: TurnResult, resumed_tokens: int) -> None:

@@ -163,7 +163,7 @@ def test_partial_turn_of_a_lost_endpoint_returns_and_the_endpoint_recovers(
     endpoint.model, endpoint.token_seconds = new_policy(0, tied=False), 0.0
     endpoint.start()
     router.until(lambda: router.heartbeats[-1].incarnation != gone and router.serves(1))
-    router.dispatch("goes-on", CONTEXT, max_tokens=len(tokens) + 8, stop=(), begun=result.part)
+    router.dispatch("goes-on", CONTEXT, max_tokens=len(tokens) + 8, stop=(), partial=result.part)
     whole = router.result("goes-on")
     prove(whole, model, 1)
     assert unpack_tokens(whole.tokens)[: len(tokens)] == tokens and len(unpack_tokens(whole.tokens)) == len(tokens) + 8

@@ -141,7 +141,7 @@ def test_server_runs_turns_and_serves_over_a_sidecar_kill_until_its_guest_hangs(
 
         goes_on_after_a_park(router)
         incarnation = router.heartbeats[-1].incarnation
-        child(server, "beside").kill()
+        child(server, "sidecar").kill()
         assert server.complete(CONTEXT).text == answer
         router.until(lambda: router.heartbeats[-1].incarnation > incarnation and router.serves(0))
         assert server.log.read_text().count("guest_built") == 2
@@ -206,7 +206,7 @@ def goes_on_after_a_park(router: Router) -> None:
     for seed, name in enumerate(names):
         if name in preempted_parts:
             part = preempted_parts[name].part if preempted_parts[name].tokens else None  # as a router sends it
-            router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=part)
+            router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, partial=part)
     for name in preempted_parts:
         assert router.result(name, 1).tokens == router.result(f"whole-{name}").tokens
         assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(preempted_parts[name].tokens))

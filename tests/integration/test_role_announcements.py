@@ -97,7 +97,7 @@ def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, name
 
     with closing(watch):
         until(answered)
-    assert inspect_log(settings).letters == {}
+    assert inspect_log(settings).dead_letters == {}
     assert read_dead_letter_infos(settings, *VIEW.reads_dead_letters) == []
 
 

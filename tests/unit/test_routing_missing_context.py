@@ -174,7 +174,7 @@ def test_unknown_fields_are_unchanged_in_a_dispatch_without_tokens() -> None:
     router.on_event(result(sent, TurnOutcome.PREEMPTED), 0.2)
     (again,) = router.on_event(heartbeat(0, sequence=1), 0.3)
     assert isinstance(again, TurnDispatch) and again.cut
-    cut = bytes(again.asked)
+    cut = bytes(again.request_wire)
     assert (
         news in cut and len(cut) == len(wire) - len(turn_request.appended) - 1
     )  # and one of the two fields with their number

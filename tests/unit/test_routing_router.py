@@ -286,9 +286,9 @@ def test_unknown_request_fields_reach_the_executor_on_every_attempt(context: int
         read = decode(TurnDispatch, encode(dispatch))
         assert (read.attempt, read.home, read.offset) == (attempt, 3, 17)
         if not attempt or context == 20:
-            assert (bytes(read.asked), read.request, read.cut) == (wire, turn_request, False)
+            assert (bytes(read.request_wire), read.request, read.cut) == (wire, turn_request, False)
         else:  # the appended tokens are read back by reference, and everything else is unchanged
-            assert msgpack.unpackb(bytes(read.asked)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
+            assert msgpack.unpackb(bytes(read.request_wire)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
 
 
 def test_start_in_another_inbox_is_the_newer_incarnation_also_after_a_restore() -> None:

@@ -268,10 +268,10 @@ def recover_homes(
     }
     deleted = _deleted_unread(committed, ends)
     unknown = [place for place, offset in committed.items() if offset is None and ends[place][1] > 0]
-    letters = _dead_letters(settings, unknown, on_wait)
+    dead_letters = _dead_letters(settings, unknown, on_wait)
     recoveries = {
         partition: Recovery(
-            Home(partition, homes=homes, dead_lettered=frozenset(letters.get(partition, ()))),
+            Home(partition, homes=homes, dead_lettered=frozenset(dead_letters.get(partition, ()))),
             results_deleted=(COMPLETED, partition) in deleted,
         )
         for partition in partitions

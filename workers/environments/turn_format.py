@@ -303,8 +303,8 @@ class TurnFormat:
                 f"the observation holds half of a surrogate pair and no character ({half[0]!r} at {half.start()}): "
                 "replace it, as text.encode(errors='replace').decode() does"
             )
-        said = around.head + TRIMS[self._trim](observation) + around.tail
-        text = self._encode(said, amid=not first or bool(around.before))
+        framed = around.head + TRIMS[self._trim](observation) + around.tail
+        text = self._encode(framed, amid=not first or bool(around.before))
         return [*self.stop_token_ids[:cut], *around.before, *text, *around.after]
 
     def action_tokens(self, action: str) -> list[int]:

@@ -64,7 +64,8 @@ def load_policy(folder: Path) -> Any:
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
         raise FolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
     unlike = [
-        f"{name} of shape {tuple(held)} instead of {tuple(asked)}" for name, held, asked in report["mismatched_keys"]
+        f"{name} of shape {tuple(held)} instead of {tuple(expected)}"
+        for name, held, expected in report["mismatched_keys"]
     ]
     if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
         raise FolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}")

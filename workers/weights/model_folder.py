@@ -165,11 +165,11 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a folder whose files say that its weights are quantized. Raises FolderError."""
-    said = [f"the key {name} in config.json" for name in QUANTIZED if config.get(name)]
-    said += [f"the file {QUANTIZED_FILE}"] * (folder / QUANTIZED_FILE).is_file()
-    if said:
+    marks = [f"the key {name} in config.json" for name in QUANTIZED if config.get(name)]
+    marks += [f"the file {QUANTIZED_FILE}"] * (folder / QUANTIZED_FILE).is_file()
+    if marks:
         folder_tensors(folder)  # refuses quantized weights
-        raise FolderError(f"{folder} has {said[0]}, and its weights are not quantized: remove {said[0]}")
+        raise FolderError(f"{folder} has {marks[0]}, and its weights are not quantized: remove {marks[0]}")
 
 
 def weight_files(folder: Path) -> list[str]:
