@@ -118,7 +118,7 @@ def test_promise_is_kept_by_requests_within_both_budgets() -> None:
     assert lending is not None
     assert (lending.requests, lending.failed, lending.kept) == (4, 1, 0.25)
     assert (lending.turns, lending.tokens, lending.share) == (1, 10, 0.25)
-    assert "25.0 % of them within its promise" in lending_sentence(lending)
+    assert "25.0 % of them within the latency targets" in lending_sentence(lending)
     assert "1 of them failed" in lending_sentence(lending)
     assert lending_chart(rows, PROMISED) is not None
 
@@ -212,4 +212,4 @@ def test_rows_cover_a_bounded_newest_period(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(row.requests for row in rows) == 1
     lending = summarise_lending(report, served, rows, PROMISED)
     assert lending is not None and (lending.turns, lending.undrawn) == (9, 2)
-    assert "in no second of the picture: 2." in lending_sentence(lending)
+    assert "outside the plotted seconds: 2." in lending_sentence(lending)
