@@ -8,9 +8,9 @@ Keeps true
   `tokenizer_config.json`, and without its `added_tokens_decoder` also from `special_tokens_map.json` and
   `added_tokens.json`.
 - Tokens that only the other files of the folder define are added as transformers adds them. An added token has the id
-  that the files give; the library `tokenizers` alone would number it anew, without an error.
+  that the files give; the library `tokenizers` alone would assign new numbers, without an error.
 - A folder whose texts transformers' AutoTokenizer reads otherwise is refused. transformers takes some settings from
-  `tokenizer_config.json` (`add_prefix_space`, `fix_mistral_regex`), and makes some tokenizers anew from its own code.
+  `tokenizer_config.json` (`add_prefix_space`, `fix_mistral_regex`), and builds some tokenizers with its own code.
 - The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
   `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
@@ -175,13 +175,13 @@ class _Entry(msgspec.Struct):
     content: str
 
 
-def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = False) -> Any:
+def load_tokenizer(file: Path, *, special: Collection[str] = (), mid_context: bool = False) -> Any:
     """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder.
 
     Raises TokenizerError.
 
-    `special`: contents of added tokens that count as special, whatever the files say. `amid`: texts are read as if they
-    followed an added token of a longer text, see `marks_first`.
+    `special`: contents of added tokens that count as special, whatever the files say. `mid_context`: encode texts as
+    if they followed an added token of a longer text, see `marks_first`.
     """
     from tokenizers import Tokenizer
 
@@ -203,7 +203,7 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
         model = msgspec.json.decode(fields.get("model", NULL), type=Fields | None)
         if model and "dropout" in model:
             loaded["model"] = msgspec.Raw(msgspec.json.encode(model | {"dropout": NULL}))
-        if amid and "pre_tokenizer" in loaded:
+        if mid_context and "pre_tokenizer" in loaded:
             loaded["pre_tokenizer"] = msgspec.Raw(MARKS_FIRST.sub(b'"prepend_scheme":"never"', loaded["pre_tokenizer"]))
         tokenizer: Any = Tokenizer.from_str(msgspec.json.encode(loaded).decode())
     except OSError as error:
@@ -247,7 +247,7 @@ def _check_ids(tokenizer: Any, ids: Mapping[str, int], where: Path, *files: str)
         if (given := tokenizer.token_to_id(content)) != number:
             raise TokenizerError(
                 f"{where}: {' or '.join(files) or 'added_tokens'} says that {content!r} is token {number}, and by the "
-                f"tokens of {TOKENIZER_FILE} it would be {given}: export the tokenizer anew, from where the policy was "
+                f"tokens of {TOKENIZER_FILE} it would be {given}: export the tokenizer again from where the policy was "
                 "trained"
             )
 

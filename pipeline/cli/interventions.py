@@ -98,7 +98,7 @@ def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
             return
     if newest is None:
         raise DrainTimeout(
-            f"no executor is heard by the name of {worker}: it will be drained when one comes; "
+            f"no executor named {worker} sends heartbeats: the drain takes effect when the executor starts; "
             f"`rose drain {worker} --release` takes that back"
         )
     raise DrainTimeout(f"{worker} still holds {len(newest.holds) // 8} turns: its engine does not give them back")

@@ -69,7 +69,7 @@ class ExecutorFacts:
 
     @property
     def ready(self) -> bool:
-        """Whether the executor is heard and ready for turns."""
+        """Whether the executor sends heartbeats and is ready for turns."""
         return self.state is ExecutorState.READY and not self.silent
 
 

@@ -24,7 +24,7 @@ PLAIN_SECONDS = 10.0
 """Time between two plain lines when no step ends."""
 
 UNANSWERED_SECONDS = 8.0
-"""A broker that has not answered for so long is told to be away."""
+"""Time without an answer after which the broker is shown as away."""
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_VERSIONS = 60
@@ -55,7 +55,7 @@ class Screen:
         self._last_headline: str | None = None
 
     def run(self, more: Callable[[], bool], *, events: Callable[[], list[str]] = list) -> None:
-        """Show the run for as long as there is `more`; `events` are told between two looks."""
+        """Show the run for as long as there is `more`; `events` are printed between two looks."""
         if self._console.is_terminal:
             with Live(self._drawn(), console=self._console, refresh_per_second=4, transient=True) as live:
                 self._loop(more, events, DRAW_SECONDS, lambda: live.update(self._drawn()))
@@ -183,7 +183,7 @@ def count_executors(executors: Sequence[ExecutorFacts]) -> str:
 def executor_table(executors: Sequence[ExecutorFacts]) -> Table | Text:
     """A row for each."""
     if not executors:
-        return Text("no executor has been heard of", "dim")
+        return Text("no heartbeats of executors yet", "dim")
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("executor")
     table.add_column("state")

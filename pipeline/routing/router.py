@@ -125,11 +125,13 @@ class Retries:
         """Fail a turn whose patience has passed; the reason says what the turn waited for."""
         patience = f"{turn.patience_seconds:g} s"
         if turn.worker:
-            return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
+            return self._fail(
+                turn, f"{turn.worker}, which has the turn, did not list it as running for {patience}", now
+            )
         if turn.seeded and self._placement.refuses_seeds:
             return self._fail(turn, "no executor takes turns with a seed", now)
         if turn.context_missing:
-            return self._fail(turn, f"its context is torn, and nobody asked again with an anchor in {patience}", now)
+            return self._fail(turn, f"its context cannot be read, and no anchor request came within {patience}", now)
         return self._fail(turn, f"no executor has taken it up in {patience}", now)
 
     def remove(self, turn: Turn, *, answered: bool) -> None:
@@ -292,7 +294,7 @@ class Router:
         executor = self.liveness.executors[heartbeat.worker]
         decisions: list[Decision] = []
         if replaced is not None:
-            decisions += self._release_executor(replaced, f"{heartbeat.worker} started anew", now)
+            decisions += self._release_executor(replaced, f"{heartbeat.worker} restarted", now)
         if executor.heartbeat is not heartbeat:  # the heartbeat belongs to an older incarnation
             return [*decisions, *self._dispatch_waiting(now)]
         if returned:
@@ -369,7 +371,7 @@ class Router:
             decisions += self.on_result(result, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
             self.assignments.complete(turn)
-            decisions += self.retries.reissue(turn, "its executor started anew", started_at, fault=True)
+            decisions += self.retries.reissue(turn, "its executor restarted", started_at, fault=True)
         now = clock()
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now

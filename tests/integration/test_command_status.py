@@ -206,7 +206,7 @@ def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytes
         show_status(common(log.settings), as_json=False)
     text = capsys.readouterr().out
     for words in (
-        "no executor has been heard of",
+        "no heartbeats of executors yet",
         "1 open",
         "environments",
         "behind by",

@@ -129,5 +129,5 @@ def test_role_that_cannot_work_is_unhealthy_in_status(refusing: BusSettings) -> 
     with closing(watch), closing(bus), role_process("router", refusing, 0, {}):
         until(lambda: bool(accused()))
         [sentence] = accused()
-    assert sentence.startswith("router-0 begins anew again and again, ")
+    assert sentence.startswith("router-0 restarts repeatedly, ")
     assert sum(each.times for each in role_starts(refusing)) >= RESTART_LIMIT

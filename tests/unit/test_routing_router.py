@@ -122,7 +122,7 @@ def test_turn_of_a_silent_executor_fails_after_its_patience() -> None:
     for _ in range(7):
         simulation.pass_time(1.0)
     (failed,) = [decision for decision in simulation.decisions if isinstance(decision, TurnResult)]
-    assert "was not heard to run it for 5 s" in failed.reason
+    assert "did not list it as running for 5 s" in failed.reason
 
 
 def test_waiting_turn_fails_after_its_patience() -> None:

@@ -84,7 +84,7 @@ def group_record(
 
 
 class Outbox:
-    """Commits what is ready. After a BusError nothing of it counts: fence anew, and decide again from the log."""
+    """Commits the collected records. After a BusError none of them counts: fence and decide again from the log."""
 
     def __init__(
         self,

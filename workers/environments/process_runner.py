@@ -1,9 +1,9 @@
 """A runner in a process of its own, as the worker sees it.
 
 Keeps true
-- Nothing here waits for the process: threads read what it says and write what it is to do.
-- However it ends, `ended` says so once everything that it has said was taken in, and nothing that it started is left.
-- What it says is held to the form of an answer: a process that says anything else is ended.
+- No caller waits for the process: threads read its answers and write its jobs.
+- However the process ends, `ended` is set once all its answers were read and none of its child processes is left.
+- Answers are validated: a process that sends anything else is ended.
 """
 
 import itertools

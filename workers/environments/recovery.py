@@ -262,7 +262,7 @@ def recover_homes(
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
     await_transactions(settings, [(topic, partition) for topic in written for partition in partitions], on_wait=on_wait)
     ends = reader.all_watermarks([*committed, *((REQUESTED, partition) for partition in partitions)])
-    # The topic of an offset beyond the end was made anew or lost records: the offset says nothing about its records.
+    # The topic of an offset beyond the end was recreated or lost records: the offset says nothing about its records.
     committed = {
         place: None if offset is None or offset > ends[place][1] else offset for place, offset in committed.items()
     }

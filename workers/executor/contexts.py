@@ -46,7 +46,7 @@ RETRY_SECONDS = 1.0
 """Wait after a failed read before the next read."""
 
 SPARSE_FETCH_SETTINGS = {"fetch.message.max.bytes": "131072"}
-"""Fetches are small because few of the records that follow a wanted record are wanted too."""
+"""Fetches are small because few of the records after a needed record are needed."""
 
 SEEK_GAP_RECORDS = 100
 """Longer gaps, in records, are skipped by a seek. A seek takes a few milliseconds, as reading 200 requests does."""

@@ -227,7 +227,7 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
     if INNER in tensors:
         raise FolderError(
             f"{folder} holds {INNER}: its weights are of a model without its head (AutoModel), and vLLM finds them by "
-            "their names in the whole model: save the policy anew with AutoModelForCausalLM"
+            "their names in the whole model: save the policy again with AutoModelForCausalLM"
         )
     for key, tensor in tensors.items():
         if tensor.dtype not in WEIGHTS + CONSTANTS and not (tensor.dtype[0] in "IU" and key.endswith(MASK)):
@@ -237,7 +237,7 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
             )
         if 0 in tensor.shape:
             raise FolderError(
-                f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy anew, gathered from all the "
+                f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy again, gathered from all the "
                 "processes that trained it"
             )
     return tensors
