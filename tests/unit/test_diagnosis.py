@@ -90,7 +90,7 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
         ),
         (
             {"role_starts": (RoleFacts(role="trainer", times=7, reason="Invalid timestamp"),)},
-            "trainer restarts repeatedly, 7 times within 120 s: Invalid timestamp",
+            "trainer restarts again and again, 7 times within 120 s: Invalid timestamp",
         ),
     ],
 )

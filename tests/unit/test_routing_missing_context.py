@@ -73,7 +73,7 @@ def test_turn_without_context_fails_if_no_anchor_arrives() -> None:
     torn(dispatch_of(router, chained(patience_seconds=10.0)), router)
     router.tick(5.0)
     (failed,) = router.tick(10.2)
-    assert failed.outcome is TurnOutcome.FAILED and "torn" in failed.reason  # type: ignore[union-attr]
+    assert failed.outcome is TurnOutcome.FAILED and "cannot be read" in failed.reason  # type: ignore[union-attr]
 
 
 def test_anchor_of_another_context_does_not_release_the_turn() -> None:
