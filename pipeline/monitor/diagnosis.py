@@ -127,7 +127,9 @@ def _beginnings(facts: Facts) -> Iterator[Finding]:
     for each in facts.role_starts:
         if each.times >= RESTART_LIMIT:
             why = each.reason or "its process ends and is started again, its log says why"
-            sentence = f"{each.role} restarts again and again, {each.times} times within {RECENT_START_SECONDS:.0f} s: {why}"
+            sentence = (
+                f"{each.role} restarts again and again, {each.times} times within {RECENT_START_SECONDS:.0f} s: {why}"
+            )
             yield Finding(Severity.UNWELL, "roles", sentence)
 
 
