@@ -1,1 +1,1 @@
-"""The benchmarks that `docs/benchmarks/results.md` comes from."""
+"""The benchmarks that produce the figures of `docs/benchmarks/results.md`."""

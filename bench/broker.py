@@ -12,20 +12,19 @@ from rose.topics.settings import BusSettings
 from tests.support.secured_node import SecuredNode, start_secured
 
 SERVER_JAVA = ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")
-"""As Apache Kafka's own scripts start a node. With a small heap Java holds all up for some 12 ms a second, and whether
-that is more than 1 % of the turns would decide about their tail.
-"""
+"""JVM options of Apache Kafka's own start scripts. With a small heap the JVM pauses for about 12 ms in each second, and
+such pauses would decide the latency tail."""
 
 
 def kafka_home() -> Path | None:
-    """Where Apache Kafka is, if KAFKA_HOME says so."""
+    """Return the folder of Apache Kafka that KAFKA_HOME names, if it is set."""
     home = os.environ.get("KAFKA_HOME")
     return Path(home) if home else None
 
 
 @contextmanager
 def scratch_broker() -> Iterator[Broker]:
-    """Start it with its data in a folder that goes with it."""
+    """Start a broker whose data is in a folder that is deleted with the broker."""
     with (
         tempfile.TemporaryDirectory(prefix="rose-bench-") as folder,
         start_broker(Path(folder), kafka_home=kafka_home(), kafka_java=SERVER_JAVA) as broker,
@@ -35,7 +34,7 @@ def scratch_broker() -> Iterator[Broker]:
 
 @contextmanager
 def scratch_node(home: Path) -> Iterator[SecuredNode]:
-    """The same of an Apache Kafka with TLS, SCRAM and nobody who may do anything."""
+    """Start an Apache Kafka node with TLS, SCRAM and an authorizer that denies everything by default."""
     with (
         tempfile.TemporaryDirectory(prefix="rose-bench-") as folder,
         start_secured(Path(folder), kafka_home=home, java=SERVER_JAVA) as node,
@@ -44,7 +43,7 @@ def scratch_node(home: Path) -> Iterator[SecuredNode]:
 
 
 def user_of(node: SecuredNode, namespace: str, name: str, *roles: Role) -> BusSettings:
-    """How a new user, with the rights of these roles in this namespace and no more, reaches the node."""
+    """Return the settings of a new user, who has exactly the rights of these roles in this namespace."""
     user = f"{namespace}{name}"
     node.allow(user, dict.fromkeys(acl for role in roles for acl in acls(role, namespace)))
     return node.settings_of(user, namespace)

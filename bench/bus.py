@@ -1,26 +1,26 @@
-"""What the router costs: decisions a second, turns a second, and latency beside a bare loop.
+"""Measures the cost of the router: decisions a second, turns a second, and latency relative to a bare loop.
 
-Run `python -m bench.bus` (all on the embedded broker; on Apache Kafka with KAFKA_HOME set), `--json FILE` to keep it.
-With `--context TOKENS` (again for more lengths) contexts by reference are measured instead: `bench.contexts`, and turns
-a second through the router with contexts of 16,000 tokens over those of 150.
-With `--secured` that Apache Kafka has TLS, SCRAM and an authorizer. Router and bare loop sign in with the rights of a
-router there, the load with those of an environment worker and an executor.
+Run `python -m bench.bus` (on the embedded broker; on Apache Kafka with KAFKA_HOME set). `--json FILE` stores the
+result. `--context TOKENS` (repeatable) measures contexts by reference instead: `bench.contexts`, and the turns a second
+of the router with contexts of 16,000 tokens relative to contexts of 150 tokens.
+With `--secured` Apache Kafka has TLS, SCRAM and an authorizer. Router and bare loop sign in with the rights of a
+router, the load with the rights of an environment worker and an executor.
 
 core        Decisions a second of one core: a recorded history of 200 executors and 10,000 live trajectories is
-            replayed through the pure core. A decision is a request in and its dispatch out; results and heartbeats are
-            part of the mix and of the time. Per second of processor time, so that other load does not count.
-core_scale, With `--scale`, and instead of all else: decisions a second with fleets of 50 to 5,000 workers, beside
-core_growth those of an older commit with 50, in the same run; and what ten times the workers add to the cost of one.
-            A search that looked at every executor would fail the one, and a dear core the other.
-router      Turns a second through the real router process: a fixed number of turns is kept on its way, so no queue
-            grows; requests, results and heartbeats all pass the broker.
-p50_ratio,  Latency from request to inbox through the router, over that of a bare confluent-kafka loop that moves the
-p99_ratio   same records: same broker, same clients and settings, same rate, in turns (A B A B). The percentile of each
-            window, the median over the windows of each way, and the ratio of the two; the percentiles of all turns
-            pooled stand beside it. A window is long enough to hold what the router does now and then (it commits every
-            5 s). The rate leaves two cores time to spare: four busy processes share them, and without it the ratio
-            would be the machine's scheduler's. The program whose turn it is not is stopped meanwhile (SIGSTOP), and
-            each has a moment to get going again.
+            replayed through the pure core. A decision is one request and its dispatch; results and heartbeats are part
+            of the history and of the measured time. Time is processor time, so other load does not count.
+core_scale, With `--scale`, and instead of all other checks: decisions a second with fleets of 50 to 5,000 workers,
+core_growth relative to an older commit with 50 workers in the same run; and how much ten times the workers add to the
+            cost of a decision. A search over all executors would miss the first bound, a slow core the second.
+router      Turns a second through the real router process: a fixed number of turns is in flight, so no queue grows.
+            Requests, results and heartbeats all pass the broker.
+p50_ratio,  Latency from request to inbox through the router, relative to a bare confluent-kafka loop that moves the
+p99_ratio   same records with the same broker, clients, settings and rate, in alternating windows (A B A B). Each window
+            has a percentile; the ratio is between the medians over the windows. The percentiles of all pooled turns are
+            printed too. A window is long enough to contain periodic work of the router (a commit every 5 s). The rate
+            leaves time to spare on two cores: four busy processes share the cores, and a higher rate would measure the
+            machine's scheduler. The program that is not measured is stopped (SIGSTOP), and each program has a moment to
+            resume.
 """
 
 import signal
@@ -49,24 +49,25 @@ from rose.topics.settings import BusSettings
 WORKERS = 200
 TRAJECTORIES = 10_000
 CORE_SECONDS = 3.0
-"""Simulated seconds of the history that is timed, at about 20,000 turns a second; the ramp before it is not timed."""
+"""Simulated seconds of the history that are timed, at about 20,000 turns a second; the ramp before them is not
+timed."""
 CORE_RAMP_SECONDS = 1.5
 CORE_REPEATS = 3
 FLYING_TURNS = 4_000
-"""Turns kept on their way while throughput is measured: 125 an executor."""
+"""Number of turns in flight while throughput is measured: 125 for each executor."""
 SETTLE_SECONDS = 4.0
-"""Of load at the beginning of each window that does not count: librdkafka takes up to 1 s to resume a partition, and a
-router that was stopped for long joins its consumer group again."""
+"""Seconds of load at the beginning of each window that do not count: librdkafka takes up to 1 s to resume a partition,
+and a router that was stopped for long joins its consumer group again."""
 SHORT = 150
-"""Tokens of contexts whose turns a second are compared with those of LONG ones."""
+"""Context lengths in tokens, whose turns a second are compared with the turns a second of LONG contexts."""
 PAIRS = 3
-"""Of windows, one with either."""
+"""Number of pairs of windows: one window with short and one with long contexts."""
 WARM_SECONDS = 10.0
-"""Of each load before it is measured: the first thousands of records on a new Apache Kafka are slow."""
+"""Seconds of load before each measurement: the first thousands of records on a new Apache Kafka are slow."""
 
 
 def core() -> Check:
-    """Replay a recorded history through fresh cores."""
+    """Replay a recorded history through new router cores."""
     recorder = Recorder(Fleet(WORKERS, TRAJECTORIES, turn_seconds=0.5))
     recorder.record(CORE_RAMP_SECONDS)
     ramp = len(recorder.history)
@@ -93,7 +94,7 @@ def core() -> Check:
 
 
 def _replay(recorder: Recorder, ramp: int) -> tuple[int, float, float]:
-    """Decisions taken, and the processor and wall seconds that they took."""
+    """Return the number of decisions, and the processor and wall seconds that they took."""
     router = Router()
     for now, event in recorder.history[:ramp]:
         router.on_event(event, now)
@@ -108,13 +109,13 @@ def _replay(recorder: Recorder, ramp: int) -> tuple[int, float, float]:
 
 
 class SignIn(Protocol):
-    """How a user of a namespace, with the rights of these roles there, reaches the broker."""
+    """Returns the settings with which a user of a namespace, with the rights of these roles, reaches the broker."""
 
     def __call__(self, namespace: str, name: str, *roles: Role) -> BusSettings: ...
 
 
 class Way:
-    """One way from requests to inboxes: a program in a process of its own, and the load that passes through it."""
+    """One way from requests to inboxes: a program in its own process, and the load that passes through the program."""
 
     def __init__(self, program: str, sign_in: SignIn, partitions: Partitions, shape: Shape = USUAL) -> None:
         namespace = f"bench-{program}."
@@ -126,7 +127,7 @@ class Way:
 
     @contextmanager
     def at_work(self) -> Iterator[Lane]:
-        """Between these, the program runs and its inboxes are read."""
+        """Within this context the program runs and its inboxes are read."""
         self.process.send_signal(signal.SIGCONT)
         self.lane.resume()
         yield self.lane
@@ -145,14 +146,14 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def bus(sign_in: SignIn, *, seconds: float, rate: float, windows: int) -> list[Check]:
-    """The checks that need a broker."""
+    """Return the checks that need a broker."""
     partitions = Partitions()
     with ExitStack() as stack:
         ways = {program: Way(program, sign_in, partitions) for program in ("router", "bare")}
         for way in ways.values():
             stack.callback(way.close)
         executors = Executors(ways["router"].load, partitions)
-        # Latency first: the embedded broker saves its whole state time and again, and stalls longer the more it holds.
+        # Latency comes first: the embedded broker saves its whole state repeatedly, and its stalls grow with its data.
         latency = _latency(ways, executors, rate, windows, seconds)
         return [_throughput(ways["router"], executors, seconds), *latency]
 
@@ -215,7 +216,7 @@ def _latency(ways: dict[str, Way], executors: Executors, rate: float, windows: i
 
 
 def contexts(sign_in: SignIn, lengths: Sequence[int], *, seconds: float) -> list[Check]:
-    """What contexts by reference cost, the router's throughput with long ones among it."""
+    """Measure the cost of contexts by reference, including the router's throughput with long contexts."""
     settings = sign_in("bench-contexts.", "all", ADMIN, ENVIRONMENT, EXECUTOR)
     create_topics(settings, Partitions())
     checks = [*bytes_a_turn(lengths), memory(max(lengths)), read_back(settings, max(lengths))]
@@ -223,7 +224,7 @@ def contexts(sign_in: SignIn, lengths: Sequence[int], *, seconds: float) -> list
 
 
 def _long_contexts(sign_in: SignIn, seconds: float) -> Check:
-    """The router's throughput with contexts of both lengths, in turns."""
+    """Measure the router's throughput with short and long contexts, in alternating windows."""
     partitions = Partitions()
     with ExitStack() as stack:
         ways: dict[int, Way] = {}
@@ -255,7 +256,10 @@ def _prefixed(sign_in: SignIn, prefix: str, namespace: str, name: str, *roles: R
 
 @contextmanager
 def broker_of(secured: Path | None) -> Iterator[tuple[str, SignIn]]:
-    """Its name, and the way in for its users. `secured`: where the Apache Kafka is that lets in whom it knows alone."""
+    """Yield the broker's name and the function that creates its users.
+
+    `secured`: folder of the Apache Kafka that requires authentication.
+    """
     if secured is None:
         with scratch_broker() as broker:
             yield broker.name, lambda namespace, name, *roles: broker.settings(namespace)
@@ -266,18 +270,22 @@ def broker_of(secured: Path | None) -> Iterator[tuple[str, SignIn]]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement on the broker")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each measurement on the broker")
     parser.add_argument("--rate", type=float, default=250.0, help="turns a second while latency is measured")
-    parser.add_argument("--windows", type=int, default=10, help="of router and bare loop each, interleaved")
-    parser.add_argument("--secured", action="store_true", help="on an Apache Kafka with TLS, SCRAM and ACLs")
     parser.add_argument(
-        "--context", type=int, action="append", metavar="TOKENS", help="measure contexts by reference, of this length"
+        "--windows", type=int, default=10, help="windows of the router and of the bare loop, interleaved"
     )
-    parser.add_argument("--scale", action="store_true", help="the core alone, with small and large fleets; no broker")
+    parser.add_argument("--secured", action="store_true", help="use an Apache Kafka with TLS, SCRAM and ACLs")
+    parser.add_argument(
+        "--context", type=int, action="append", metavar="TOKENS", help="measure contexts by reference of this length"
+    )
+    parser.add_argument(
+        "--scale", action="store_true", help="measure only the core, with small and large fleets; no broker"
+    )
     arguments = parser.parse_args()
     if arguments.secured and kafka_home() is None:
         parser.error("--secured takes an Apache Kafka: set KAFKA_HOME to a folder with its libs/")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that broker and programs are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops broker and programs at exit
     if arguments.scale:
         name, checks = "none", scale()
     else:

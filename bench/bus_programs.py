@@ -1,7 +1,7 @@
-"""The two programs that the bus benchmark compares, each a process of its own.
+"""The two programs that the bus benchmark compares, each in its own process.
 
-`router` is ROSE's router as its command runs it. `bare` is the least that could stand in its place: plain
-clients with the same settings, which never rest, and put every request into an inbox as it came, without a look at it.
+`router` is ROSE's router as its command runs it. `bare` is the simplest replacement of the router: plain clients with
+the same settings, which never pause and copy every request into an inbox unchanged and undecoded.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from rose.topics.settings import BusSettings
 
 
 def run_bare(settings: BusSettings, stop: threading.Event) -> None:
-    """Consume and produce, nothing else."""
+    """Consume and produce, and do nothing else."""
     counter = Reader(settings, "bench-bare")
     homes, slots = counter.partition_count(REQUESTED), counter.partition_count(DISPATCHED)
     counter.close()
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("program", choices=["router", "bare"])
     parser.add_argument("settings", help="BusSettings as JSON")
-    parser.add_argument("--number", type=int, default=0, help="of the router, of several")
+    parser.add_argument("--number", type=int, default=0, help="number of the router, if there are several")
     arguments = parser.parse_args()
     settings = BusSettings(**json.loads(arguments.settings))
     stop = stop_on_signals()

@@ -1,16 +1,16 @@
-"""Cells: what it costs that three routers share the work of one, and how long the cells of a dead one wait.
+"""Measures cells: the cost of three routers instead of one, and how long the cells of a dead router wait.
 
-Run `python -m bench.cells` (on Apache Kafka with KAFKA_HOME set: the embedded broker gives nobody's cells to another).
-With `--json FILE` the result is kept.
+Run `python -m bench.cells` on Apache Kafka with KAFKA_HOME set: the embedded broker does not reassign the cells of a
+dead router. `--json FILE` stores the result.
 
-shared      Turns a second that three routers could do for each that one can, both over the same six cells: three times
-            the processor time that a turn takes of one, over what it takes of three together. Counted so because the
-            broker and the load share the cores with them: throughput itself is printed beside it. Each way is measured
-            on topics of its own, in turns; the median of the windows.
-replaced    Seconds from the moment at which a killed router is evicted to the one at which the last of its cells is
-            served again, as the summary of the router that took it tells. It is evicted a session after its last
-            heartbeat, which was up to a second before the kill: the earliest moment is taken. Turns are asked for and
-            answered meanwhile.
+shared      Capacity in turns a second of three routers relative to one router, both over the same six cells: three
+            times the processor time of a turn with one router, divided by the processor time of a turn with three
+            routers. The measure is processor time because the broker and the load share the cores with the routers;
+            the throughput is printed too. Each case is measured on its own topics, in alternating windows; the median
+            of the windows counts.
+replaced    Seconds from the eviction of a killed router to the first summary of its last cell by another router. The
+            router is evicted one session timeout after its last heartbeat, which was up to a second before the kill:
+            the earliest possible time counts. Turns are requested and answered during the whole time.
 """
 
 import statistics
@@ -34,13 +34,13 @@ ROUTERS = 3
 PARTITIONS = Partitions(home=12, slots=36, cells=CELLS)
 FLYING_TURNS = 4_000
 WINDOWS = 3
-"""Of either way, interleaved."""
+"""Number of windows of each case, interleaved."""
 WARM_SECONDS = 8.0
 START_SECONDS = 60.0
 
 
 class Routers:
-    """So many routers over topics of their own, and the load that passes through them."""
+    """Several routers over their own topics, and the load that passes through the routers."""
 
     def __init__(self, settings: BusSettings, count: int) -> None:
         create_topics(settings, PARTITIONS)
@@ -50,12 +50,12 @@ class Routers:
         self.executors = Executors(settings, PARTITIONS)
 
     def by_cell(self) -> dict[int, str]:
-        """Of each cell, the router that summed it up last."""
+        """Return the router that wrote the newest summary of each cell."""
         found = (each.record for each in read_whole_topics(self._settings, [SUMMARIES]))
         return {summary.cell: summary.router for summary in found if isinstance(summary, CellSummary)}
 
     def load_until(self, done: Callable[[], bool], *, flying: int = FLYING_TURNS) -> None:
-        """Keep turns on their way until it is so. Raises TimeoutError."""
+        """Keep turns in flight until `done` returns true. Raises TimeoutError."""
         deadline = time.monotonic() + START_SECONDS
         while not done():
             closed_loop(self.lane, self.executors, flying=flying, seconds=0.25)
@@ -63,12 +63,12 @@ class Routers:
                 raise TimeoutError(f"not within {START_SECONDS:.0f} s; cells are served by {self.by_cell()}")
 
     def shared(self) -> bool:
-        """Whether all cells are served, and every router has some."""
+        """Return whether all cells are served and every router serves at least one."""
         served = self.by_cell()
         return len(served) == CELLS and len(set(served.values())) == len(self._processes)
 
     def window(self, seconds: float) -> tuple[float, float]:
-        """Turns a second, and microseconds of the routers' processor time a turn."""
+        """Return turns a second, and microseconds of the routers' processor time per turn."""
         self.load_until(self.shared)
         closed_loop(self.lane, self.executors, flying=FLYING_TURNS, seconds=WARM_SECONDS)
         before = self._processor_seconds()
@@ -77,7 +77,7 @@ class Routers:
         return arrived / took, 1e6 * used / arrived
 
     def replaced(self) -> float:
-        """Kill one; seconds after its eviction until the last of its cells is served by another."""
+        """Kill one router; return the seconds from its eviction until other routers serve all of its cells."""
         self.load_until(self.shared, flying=200)
         lost = {cell for cell, router in self.by_cell().items() if router == "router-1"}
         self._processes[1].kill()
@@ -85,9 +85,14 @@ class Routers:
         self.load_until(lambda: "router-1" not in self.by_cell().values(), flying=200)
         first: dict[int, float] = {}
         for each in read_whole_topics(self._settings, [SUMMARIES]):
-            said, at = each.record, each.timestamp_seconds
-            if isinstance(said, CellSummary) and said.router != "router-1" and said.cell in lost and at > killed_at:
-                first.setdefault(said.cell, at)
+            record, at = each.record, each.timestamp_seconds
+            if (
+                isinstance(record, CellSummary)
+                and record.router != "router-1"
+                and record.cell in lost
+                and at > killed_at
+            ):
+                first.setdefault(record.cell, at)
         return max(first.values()) - killed_at - (SESSION_SECONDS - HEARTBEAT_SECONDS)
 
     def _processor_seconds(self) -> float:
@@ -103,7 +108,7 @@ class Routers:
 
 
 def measure(settings_of: Callable[[str], BusSettings], seconds: float) -> list[Check]:
-    """`settings_of`: a namespace of the broker."""
+    """Measure both checks. `settings_of` returns the settings of a namespace of the broker."""
     rates: dict[int, list[float]] = {1: [], ROUTERS: []}
     costs: dict[int, list[float]] = {1: [], ROUTERS: []}
     gaps: list[float] = []
@@ -142,7 +147,7 @@ def measure(settings_of: Callable[[str], BusSettings], seconds: float) -> list[C
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each window")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each window")
     arguments = parser.parse_args()
     if kafka_home() is None:
         parser.error("this takes an Apache Kafka: set KAFKA_HOME to a folder with its libs/")

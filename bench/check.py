@@ -1,7 +1,7 @@
-"""A figure of a benchmark, the bound that it is held against, and how a benchmark tells what it found.
+"""A figure of a benchmark with its bound, and the output of a benchmark.
 
 Keeps true
-- What `--json -` puts on standard output is one JSON object and nothing else; progress goes to standard error (`say`).
+- `--json -` writes one JSON object to standard output and nothing else; progress goes to standard error (`say`).
 - A file that cannot be written is refused before anything is measured.
 """
 
@@ -20,14 +20,14 @@ from rose.pipeline.config.options import is_writable
 
 @dataclass(frozen=True)
 class Check:
-    """One figure and the bound it is held against."""
+    """One figure and its bound."""
 
     name: str
     value: float
     unit: str
     bound: float
     direction: str
-    """`min`: at least the bound; `max`: at most."""
+    """`min`: the value must be at least the bound; `max`: at most."""
     against: str
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -39,7 +39,7 @@ class Check:
         relation = "at least" if self.direction == "min" else "at most"
         verdict = "met" if self.met else "MISSED"
         details = ", ".join(f"{name} {value}" for name, value in self.details.items())
-        digits = 2 if abs(self.value) >= 10 else 4  # 0.10 of at most 0.1, and missed, would tell nobody why
+        digits = 2 if abs(self.value) >= 10 else 4  # a missed bound of 0.1 must not be printed as 0.10
         return (
             f"{self.name:10} {self.value:12,.{digits}f} {self.unit} ({relation} {self.bound:,g}: {verdict}); {details}"
         )
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass
 class Section:
-    """A part of a benchmark: its table, a row for each thing measured, and its checks."""
+    """A part of a benchmark: its table with one row for each measured thing, and its checks."""
 
     name: str
     rows: list[dict[str, float | str]] = field(default_factory=list)
@@ -55,7 +55,10 @@ class Section:
 
 
 def options(about: str | None) -> argparse.ArgumentParser:
-    """The command line of a benchmark, so far `--json` alone. `about`: what its module says of itself."""
+    """Return the command line parser of a benchmark, with `--json` only.
+
+    `about` is the benchmark's module docstring.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--json", type=_writable, metavar="FILE", help="also write the result as JSON; - is standard output"
@@ -70,12 +73,15 @@ def _writable(file: str) -> str:
 
 
 def say(text: str) -> None:
-    """Progress: standard output is the result's."""
+    """Print progress to standard error: standard output is for the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def keep(result: Mapping[str, Any], file: str | None) -> bool:
-    """Write a result where `--json` says; whether that is standard output, which then has nothing for people."""
+    """Write a result to the file that `--json` names.
+
+    Return whether that is standard output, which then must have no other text.
+    """
     wire = msgspec.json.format(msgspec.json.encode(result, enc_hook=float), indent=2) + b"\n"
     if file == "-":
         sys.stdout.write(wire.decode())
@@ -85,7 +91,7 @@ def keep(result: Mapping[str, Any], file: str | None) -> bool:
 
 
 def tell(checks: Sequence[Check], *, broker: str, file: str | None) -> None:
-    """Print what was measured on a broker, and keep it where `--json` says."""
+    """Print the checks that were measured on a broker, and write them to the file that `--json` names."""
     if not keep({"broker": broker, "cores": os.cpu_count(), "checks": checks}, file):
         print(f"broker: {broker}, {os.cpu_count()} cores")
         print(*checks, sep="\n")

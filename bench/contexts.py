@@ -1,8 +1,8 @@
-"""What contexts by reference cost and save: bytes on the bus, turns a second, memory of the router, reading one back.
+"""Measures contexts by reference: bytes on the bus, turns a second, memory of the router, and reading a context back.
 
-Keeps true: a trajectory of `TURNS` turns grows evenly to its context; what was sampled and observed is at random, so
-that nothing is saved by chance. Bytes are those of request and dispatch, with keys and headers, before compression;
-"whole" is the same with the context in full and without the fields that name it.
+Keeps true: a trajectory of `TURNS` turns grows evenly to its context. Sampled and observed tokens are random, so no
+bytes are saved by chance. Bytes are the bytes of request and dispatch, with keys and headers, before compression.
+"Whole" is the same pair of records with the full context and without the fields that refer to it.
 """
 
 import gc
@@ -36,22 +36,23 @@ from rose.workers.executor.contexts import ContextStore
 
 TURNS = 20
 LONG = 16_000
-"""Tokens of a context whose bytes are held against those of its new tokens; of a shorter one, against the whole."""
+"""Context length in tokens. The bytes of longer contexts are compared with the bytes of their new tokens, the bytes of
+shorter contexts with the bytes of the whole context."""
 PREFILL_TOKENS_PER_SECOND = 20_000.0
-"""Of an executor that a read-back is held against: some 1.6 s for 32,000 tokens."""
+"""Prefill rate of the executor to which a read-back is compared: about 1.6 s for 32,000 tokens."""
 LIVE = 2_000
-"""Trajectories that the router's memory is divided by."""
+"""Number of trajectories by which the router's memory is divided."""
 MISSES = 100
 STRIDE = 500
-"""Records between two requests of a trajectory in a home with so many others."""
+"""Number of trajectories in a home, and therefore of records between two requests of one trajectory."""
 
 
 def trajectory(
     name: str, context: int, rng: np.random.Generator, *, turns: int = TURNS, offset: int = 10**6
 ) -> list[tuple[int, TurnRequest]]:
-    """Its requests, each with its offset."""
+    """Return the requests of one trajectory, each with its offset."""
     tokens = pack_tokens(rng.integers(0, 150_000, context))
-    asked: list[tuple[int, TurnRequest]] = []
+    requests: list[tuple[int, TurnRequest]] = []
     chain, known = tuple[int, ...](), 0
     for turn in range(turns):
         length = context * (turn + 1) // turns
@@ -66,14 +67,14 @@ def trajectory(
             requested_at=1.7e9 + turn,
             patience_seconds=300.0,
         )
-        asked.append((offset, request))
+        requests.append((offset, request))
         chain, known = (*chain, offset), length
         offset += int(rng.integers(1, 2 * STRIDE))
-    return asked
+    return requests
 
 
 def bytes_a_turn(contexts: Sequence[int]) -> list[Check]:
-    """At each of these lengths."""
+    """Measure the bytes per turn for each context length."""
     return [_bytes_at(context) for context in contexts]
 
 
@@ -88,11 +89,11 @@ def _bytes_at(context: int) -> Check:
         fields = msgspec.structs.asdict(request)
         for name in ("appended", "context_tokens", "digest", "chain"):
             del fields[name]
-        asked = msgspec.msgpack.encode({**fields, "context": bytes(4 * request.context_tokens)})
+        whole_request = msgspec.msgpack.encode({**fields, "context": bytes(4 * request.context_tokens)})
         sent = msgspec.msgpack.decode(encode(dispatch))
         del sent["offset"], sent["cut"]
-        sent["request"] = msgspec.Raw(asked)
-        whole += _on_the_bus(request, asked) + _on_the_bus(dispatch, msgspec.msgpack.encode(sent))
+        sent["request"] = msgspec.Raw(whole_request)
+        whole += _on_the_bus(request, whole_request) + _on_the_bus(dispatch, msgspec.msgpack.encode(sent))
     short = context < LONG
     return Check(
         name=f"bytes_{context}",
@@ -115,7 +116,7 @@ def _on_the_bus(record: Record, wire: bytes) -> int:
 
 
 def memory(context: int) -> Check:
-    """Of the router's core, of a trajectory whose turn an executor has: with the longest chain, and halfway."""
+    """Measure the core's memory per trajectory with a dispatched turn: with the longest chain, and with half of it."""
     longest, halfway = _held(context, MAX_CHAIN + 1, MAX_CHAIN), _held(context, TURNS, TURNS // 2)
     return Check(
         name="router_memory",
@@ -129,7 +130,7 @@ def memory(context: int) -> Check:
 
 
 def _held(context: int, turns: int, turn: int) -> float:
-    """Bytes a trajectory of so many turns, at this one."""
+    """Return the bytes per trajectory of this many turns, at turn `turn`."""
     rng = np.random.default_rng(0)
     wires: list[tuple[bytes, int]] = []
     for number in range(LIVE):
@@ -141,7 +142,7 @@ def _held(context: int, turns: int, turn: int) -> float:
     router = _router(turns=LIVE)
     before = tracemalloc.get_traced_memory()[0]
     for wire, offset in wires:
-        # As read from the log: bytes of their own, that nobody else holds.
+        # As read from the log: the bytes have no other reference.
         router.on_event(ReceivedRequest(decoder.decode(wire), bytes(bytearray(wire)), offset), 1.0)
     assert router.outstanding == LIVE
     gc.collect()
@@ -151,7 +152,10 @@ def _held(context: int, turns: int, turn: int) -> float:
 
 
 def read_back(settings: BusSettings, context: int) -> Check:
-    """A context that an executor does not keep, from its dispatch to its last token; not the first, which connects."""
+    """Measure the read-back of a context that the executor does not hold, from the dispatch to the last token.
+
+    The first read-back is left out, because it connects.
+    """
     rng = np.random.default_rng(0)
     chains = _written(settings, context, rng)
     router = _router(turns=MISSES)
@@ -163,7 +167,7 @@ def read_back(settings: BusSettings, context: int) -> Check:
             began = time.perf_counter()
             assert contexts.find(dispatch) is None, "nothing is kept of it"
             while not (found := list(contexts.take_found())):
-                time.sleep(0.0005)  # the executor looks as its loop comes by, every 2 ms at most
+                time.sleep(0.0005)  # the executor's loop looks every 2 ms at most
             seconds.append(time.perf_counter() - began)
             assert not isinstance(found[0][1], ContextMissing), found[0][1]
     p99 = statistics.quantiles(seconds[1:], n=100)[98]
@@ -187,7 +191,10 @@ def read_back(settings: BusSettings, context: int) -> Check:
 
 
 def _written(settings: BusSettings, context: int, rng: np.random.Generator) -> list[tuple[int, TurnRequest]]:
-    """STRIDE trajectories side by side in one home; of MISSES the last request, which is still to be asked."""
+    """Write STRIDE interleaved trajectories to one home.
+
+    Leave out the last request of MISSES of them, which is sent later.
+    """
     lives = [trajectory(f"group-{number}:0", context, rng) for number in range(STRIDE)]
     places: list[list[int]] = [[] for _ in lives]
     with closing(Writer(settings, "bench")) as writer:
@@ -215,7 +222,7 @@ def _note(places: list[int], _partition: int, offset: int) -> None:
 def _router(turns: int = 8) -> Router:
     router = Router(RouterConfig())
     for slot in range(-(-turns // 128)):
-        beat = SlackHeartbeat(
+        heartbeat = SlackHeartbeat(
             worker=f"executor-{slot}",
             incarnation=1,
             slot=slot,
@@ -232,5 +239,5 @@ def _router(turns: int = 8) -> Router:
             ttl_seconds=2.0,
             sent_at=1.0,
         )
-        router.on_event(beat, 1.0)
+        router.on_event(heartbeat, 1.0)
     return router

@@ -1,8 +1,8 @@
-"""What a decision costs as the fleet grows, beside the core of an earlier commit (`MEASURE`).
+"""Measures how the cost of a decision grows with the fleet, relative to the core of an earlier commit (`MEASURE`).
 
-Each core replays a history in a process of its own. The core of MEASURE runs with the `bench/replay.py` of MEASURE. The
-processes take turns, part by part, so that other load on the machine meets all cores alike. The median of the parts
-counts, in processor time.
+Each core replays a history in its own process. The core of MEASURE runs with the `bench/replay.py` of MEASURE. The
+processes alternate part by part, so that other load on the machine affects all cores alike. The result is the median
+over the parts, in processor time.
 """
 
 import json
@@ -21,33 +21,37 @@ from tempfile import TemporaryDirectory
 from bench.check import Check
 
 MEASURE = "2169c8a"
-"""The commit whose core is the measure: the last commit before the packages moved under `rose`."""
+"""The commit of the reference core: the last commit before the packages moved under `rose`."""
 
 FLEETS = {50: 2_500, 200: 10_000, 1_000: 40_000, 5_000: 100_000}
-"""Workers, and the trajectories that are live at once."""
+"""Number of workers, and the number of trajectories that are live at once."""
 
 TURN_SECONDS = 0.5
-"""Mean time from a dispatch to the request for the next turn, of the simulated fleet; as in `core`."""
+"""Mean time of the simulated fleet from a dispatch to the request for the next turn; the same as in `core`."""
 
 SLOW_SECONDS = 4.0
-"""The same where an executor says as many heartbeats as it is sent turns: they are a good part of the cost then."""
+"""The same time for a fleet in which executors send as many heartbeats as they get turns: heartbeats are then a large
+part of the cost."""
 
 DECISIONS = 10_000
-"""Of each part."""
+"""Number of decisions of each part."""
 
 PARTS = 9
 
 SHARE = 0.95
-"""Least decisions a second, as a share of the decisions of MEASURE with the same fleet."""
+"""Least decisions a second, as a share of the decisions a second of MEASURE with the same fleet."""
 
 GROWTH = 1.3
-"""Times the cost that a decision may take with ten times the workers."""
+"""Largest factor by which the cost of a decision may grow with ten times the workers."""
 
 ROOT = Path(__file__).parents[1]
 
 
 def scale() -> list[Check]:
-    """Measure decisions a second beside MEASURE, and how their cost grows. Raises ValueError if MEASURE is not here."""
+    """Measure decisions a second relative to MEASURE, and the growth of the cost.
+
+    Raises ValueError if MEASURE is missing.
+    """
     compared = [(workers, pace) for workers in (min(FLEETS), max(FLEETS)) for pace in (TURN_SECONDS, SLOW_SECONDS)]
     with ExitStack() as stack:
         measure = stack.enter_context(_tree())
@@ -86,7 +90,7 @@ def scale() -> list[Check]:
 
 
 def _growth(costs: Sequence[tuple[int, float]]) -> Check:
-    """Over steps of ten times the workers and more: what is less of a step is not measured, but made by its noise."""
+    """Check the growth over steps of at least ten times the workers: the growth of smaller steps is noise."""
     grew = {
         f"{few}_to_{many}": round((dear / cheap) ** (1 / log10(many / few)), 3)
         for few, cheap in costs
@@ -106,7 +110,7 @@ def _growth(costs: Sequence[tuple[int, float]]) -> Check:
 
 @contextmanager
 def _tree() -> Iterator[Path]:
-    """The code of MEASURE, out of the repository."""
+    """Extract the code of MEASURE from the repository."""
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", MEASURE], capture_output=True, check=False)
     if packed.returncode:
         raise ValueError(f"commit {MEASURE} is not in this repository: fetch its whole history (git fetch --unshallow)")
@@ -118,8 +122,10 @@ def _tree() -> Iterator[Path]:
 
 @contextmanager
 def _core(tree: Path, workers: int, turn_seconds: float = TURN_SECONDS) -> Iterator[subprocess.Popen[str]]:
-    """A core of this tree, which says a line once it has heard all but the parts. That takes minutes, so others may be
-    started meanwhile.
+    """Start a core of this tree.
+
+    It writes a line once it has replayed everything before the parts, which takes minutes, so that other cores can be
+    started at the same time.
     """
     arguments = [str(number) for number in (workers, FLEETS[workers], turn_seconds, DECISIONS, PARTS)]
     with subprocess.Popen(

@@ -1,17 +1,17 @@
-"""What lending costs serving: latency, throughput and prefix hits of a vLLM server, alone and beside rollouts.
+"""Measures what lending costs serving: latency, throughput and prefix hits of a vLLM server, alone and with rollouts.
 
     python -m bench.coserve --trace AzureLLMInferenceTrace_code.csv
     python -m bench.coserve --trace mooncake_synthetic_trace.jsonl --prompt-divisor 64 --first 3200
     python -m bench.coserve --trace square:15,1,90
 
 A slice of the trace (`--first`, `--requests`) is compressed in length (`--prompt-divisor`, `--output-divisor`) and in
-time: at the pace at which serving alone is busy some 25 % of the time, found by measuring unless `--pace` gives it.
-Then every arm (bench.coserving.arms) has a window of the same slice, `--repeats` times in rotated order: clients in
-processes of their own stream from an unmodified vLLM server over HTTP, each request at its moment, whatever became of
-those before it. A window whose clients were late is thrown away, told, and run again. Figures are medians over windows
-and their range; ratios are over serving alone, and a margin that alone again has too is `unresolved`. Budgets for time
-to first token and time per output token are 5 times the unloaded median unless given.
-`--json FILE` writes one object with `checks` and everything else; `-` is standard output.
+time. The pace is the one at which serving alone is busy for about 25 % of the time; it is measured unless `--pace` is
+given. Then every arm (bench.coserving.arms) has a window with the same slice, `--repeats` times in rotated order.
+Clients in their own processes stream from an unmodified vLLM server over HTTP, and send each request at its time,
+independent of earlier requests. A window with late clients is discarded, reported and repeated. Figures are medians
+over windows, with the range. Ratios are relative to serving alone; a ratio whose distance from 1 is no larger than that
+of the arm `again` is `unresolved`. Unless given, the budgets for time to first token and time per output token are 5
+times the unloaded median. `--json FILE` writes one object with `checks` and all figures; `-` is standard output.
 """
 
 import argparse
@@ -39,18 +39,20 @@ from rose.workers.loadgen.requests import StreamedCompletion
 from rose.workers.loadgen.traces import TraceScaling, TraceWindow, scale_requests
 
 TRIES = 3
-"""Windows that an arm may have in a round until one counts."""
+"""Most attempts of an arm in a round until a window counts."""
 
 BUDGET = 5.0
-"""Times the unloaded median."""
+"""Budget as a multiple of the unloaded median."""
 
 MOST_LATE = 0.01
-"""Seconds that clients may be late in one of a hundred cases."""
+"""Seconds by which clients may be late, at p99."""
 
 
 def in_rotation(arms: Sequence[Arm], number: int) -> list[Arm]:
-    """The order of a round: each begins with another arm, and every other one goes the other way round, so that what an
-    arm leaves behind does not always meet the same one.
+    """Return the order of a round.
+
+    Each round begins with another arm, and every second round runs in reverse, so that the effects of an arm do not
+    always reach the same arm.
     """
     step = -1 if number % 2 else 1
     return [arms[(number + step * place) % len(arms)] for place in range(len(arms))]
@@ -59,7 +61,7 @@ def in_rotation(arms: Sequence[Arm], number: int) -> list[Arm]:
 def run_rounds(
     arms: Sequence[Arm], repeats: int, run: Callable[[Arm, int], Window], tell: Callable[[str], None]
 ) -> list[Window]:
-    """Every window of a run, those thrown away with them."""
+    """Return all windows of a run, including the discarded windows."""
     windows = []
     for number in range(repeats):
         for arm in in_rotation(arms, number):
@@ -68,12 +70,12 @@ def run_rounds(
                 windows.append(window)
                 if not window.thrown:
                     break
-                tell(f"round {number}, {arm.name}: thrown away, {window.thrown}")
+                tell(f"round {number}, {arm.name}: discarded, {window.thrown}")
     return windows
 
 
 def budgets(answers: Sequence[StreamedCompletion], ttft: float | None, tpot: float | None) -> Budgets:
-    """Those given, in milliseconds; else from the unloaded medians."""
+    """Return the given budgets, in milliseconds; missing budgets follow from the unloaded medians."""
     waits = [latency(each.due, each.moments, each.counts) for each in answers]
     unloaded_ttft = percentile([wait.ttft for wait in waits], 50)
     unloaded_tpot = percentile([wait.tpot for wait in waits if wait.tpot is not None], 50)
@@ -86,9 +88,9 @@ def budgets(answers: Sequence[StreamedCompletion], ttft: float | None, tpot: flo
 def paced(
     server: Server, work: TraceWindow, answers: Sequence[StreamedCompletion], given: float | None
 ) -> tuple[float, TraceWindow]:
-    """The pace of the run, and the slice at it. Raises RoseError."""
+    """Return the pace of the run, and the slice of the trace at this pace. Raises RoseError."""
     alone = Arm("finding the pace")
-    most_late = float("inf")  # how busy serving is depends on how many ask, not on milliseconds
+    most_late = float("inf")  # the busy share depends on the number of requests, not on milliseconds
 
     def busy_at(pace: float) -> float:
         share = busy(run_window(alone, server, work.at_pace(pace), number=0, most_late=most_late))
@@ -100,7 +102,7 @@ def paced(
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole run; what --json writes. Raises RoseError."""
+    """Run the whole benchmark, and return the object that --json writes. Raises RoseError."""
     known = (*ARMS, *SWEEP) if arguments.sweep else ARMS
     arms = [arm for arm in known if not arguments.arm or arm.name in arguments.arm]
     shape = TraceScaling(
@@ -128,7 +130,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             say(f"round {number}: {arm.name}, {work.seconds:.0f} s")
             return run_window(arm, servers[arm.launch], work, number=number, most_late=MOST_LATE)
 
-        for launch, server in servers.items():  # a server's first window is its slowest, a guest is built at its first
+        for launch, server in servers.items():  # a server's first window is slow, and its guest is built then
             guests = Guest(TRAJECTORIES) if server.lends_at else None
             run(Arm("warming up", launch=launch, guests=guests), -1)
         windows = run_rounds(arms, arguments.repeats, run, say)
@@ -142,7 +144,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def result(
     arguments: argparse.Namespace, arms: Sequence[Arm], windows: Sequence[Window], promised: Budgets
 ) -> dict[str, Any]:
-    """What the windows amount to."""
+    """Summarise the windows of a run."""
     found = standings(arms, windows, promised)
     return {
         "cores": os.cpu_count(),
@@ -166,7 +168,7 @@ def result(
 
 
 def number(kind: Callable[[str], float], above: float) -> Callable[[str], float]:
-    """An argument that is a number above this one."""
+    """Return an argument type: a number above a bound."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -179,26 +181,30 @@ def number(kind: Callable[[str], float], above: float) -> Callable[[str], float]
 
 
 def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = options(__doc__)
     parser.add_argument(
         "--trace", required=True, metavar="FILE", help="Azure CSV, Mooncake JSONL, or square:HIGH,LOW,SECONDS"
     )
     parser.add_argument(
-        "--arm", action="append", choices=[arm.name for arm in (*ARMS, *SWEEP)], help="run this one; may be given again"
+        "--arm", action="append", choices=[arm.name for arm in (*ARMS, *SWEEP)], help="run this arm; repeatable"
     )
-    parser.add_argument("--sweep", action="store_true", help="the guest at other dials too")
-    parser.add_argument("--plot", metavar="FILE", help="draw guest tokens over what they cost, as HTML")
+    parser.add_argument("--sweep", action="store_true", help="also run the guest at other dials")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="write a plot of guest tokens over the stretch of latencies, as HTML"
+    )
     parser.add_argument("--repeats", type=number(int, 0), default=5, help="windows of each arm")
-    parser.add_argument("--requests", type=number(int, 0), default=400, help="of a window")
-    parser.add_argument("--first", type=number(int, -1), default=0, help="row of the trace that a window begins with")
+    parser.add_argument("--requests", type=number(int, 0), default=400, help="requests of a window")
+    parser.add_argument("--first", type=number(int, -1), default=0, help="first row of the trace in a window")
     parser.add_argument(
-        "--prompt-divisor", type=number(int, 0), default=16, help="the trace's prompts are divided by this"
+        "--prompt-divisor", type=number(int, 0), default=16, help="divisor of the trace's prompt lengths"
     )
     parser.add_argument(
-        "--output-divisor", type=number(int, 0), default=2, help="the trace's answers are divided by this"
+        "--output-divisor", type=number(int, 0), default=2, help="divisor of the trace's answer lengths"
     )
-    parser.add_argument("--pace", type=number(float, 0), help="seconds of the trace in each second; found if not given")
+    parser.add_argument(
+        "--pace", type=number(float, 0), help="seconds of the trace in each second; measured if not given"
+    )
     parser.add_argument("--ttft", type=number(float, 0), metavar="MS", help="budget for the time to first token")
     parser.add_argument("--tpot", type=number(float, 0), metavar="MS", help="budget for the mean time between tokens")
     return parser.parse_args(line)
@@ -206,16 +212,16 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = arguments_of()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers and clients are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops servers and clients at exit
     try:
         with tempfile.TemporaryDirectory(prefix="coserve-") as folder:
             measured = measure(arguments, Path(folder))
     except RoseError as error:
         sys.exit(str(error))
-    told = keep(measured, arguments.json)
+    on_stdout = keep(measured, arguments.json)
     if arguments.plot:
         draw(measured["arms"], Path(arguments.plot))
-    if not told:
+    if not on_stdout:
         pace, seconds = measured["pace"], measured["window_seconds"]
         print(f"{arguments.trace} at {pace:.3g} times its pace: {arguments.requests} requests in {seconds:.0f} s")
         show(measured["arms"], measured["peers"], measured["checks"], measured["worst"])

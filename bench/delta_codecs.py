@@ -1,16 +1,17 @@
-"""The delta codecs that are measured, ROSE's and those of other projects, and how an update is cut before it is coded.
+"""The delta codecs that are measured, from ROSE and from other projects, and the cutting of an update into slices.
 
 Keeps true
-- `decode(old, encode(old, new))` is `new`, bit for bit; words are flat uint16 (bfloat16 as its bits). No loop over
-  elements; zstd runs on one thread.
-- Every codec codes the same words. ROSE's gets slices, as the weight transfer cuts them. For sizes the others get whole
-  tensors, so that they pay for one payload a tensor; for speeds they get slices too, which stay in the cache.
+- `decode(old, encode(old, new))` is `new`, bit for bit. Words are flat uint16 (the bits of bfloat16). There is no loop
+  over elements, and zstd uses one thread.
+- Every codec encodes the same words. ROSE's codec gets slices, as in the weight transfer. For sizes the other codecs
+  get whole tensors, so that they have one payload for each tensor; for speeds they get slices too, which fit into the
+  cache.
 
-The codecs of other projects are made again from their descriptions.
+The codecs of other projects are written from their descriptions.
 
 coo      The plain sparse tensor: a uint32 index and the new word for every change.
-xor_zstd Every word XORed with its old one, then zstd level 1 (slime).
-gap_zstd uint16 distances between changes and the new words, each stream by zstd level 3 (as PULSE describes it).
+xor_zstd Every word XORed with its old word, then zstd level 1 (slime).
+gap_zstd uint16 distances between changes, and the new words, each stream with zstd level 3 (as PULSE describes it).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +29,12 @@ from rose.workers.weights.layout import matrix, slices_of, whole
 Words = NDArray[np.uint16]
 
 SKIP = 0xFFFF
-"""A gap that says: pass over so many unchanged words, no change here."""
+"""Gap without a change: skip this number of unchanged words."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A way to write down what changed."""
+    """An encoding of the changes of an update."""
 
     encode: Callable[[Words, Words], bytes]
     """(old, new) -> payload"""
@@ -102,17 +103,17 @@ def _decode(old: Words, payload: bytes) -> Words:
 
 
 CODECS: Mapping[str, Codec] = {OURS: Codec(partial(encode, dtype=DTYPE), _decode), **OTHER_CODECS}
-"""By name; ROSE's first."""
+"""Codecs by name; ROSE's codec is the first."""
 
 
 def tensors(old: Version, new: Version) -> Iterator[tuple[Words, Words]]:
-    """Each tensor as flat (old, new) words."""
+    """Yield each tensor as flat (old, new) words."""
     for name, before in old.items():
         yield before.reshape(-1), new[name].reshape(-1)
 
 
 def slices(old: Version, new: Version) -> Iterator[tuple[Words, Words]]:
-    """Each slice of each tensor as flat (old, new) words."""
+    """Yield each slice of each tensor as flat (old, new) words."""
     for name, before in old.items():
         shape = matrix(before.shape)
         for box in slices_of(whole(shape)):

@@ -1,25 +1,26 @@
-"""What elasticity is worth: one rollout three times, on dedicated executors alone, with whole workers, and with ROSE.
+"""Measures elasticity: one rollout with dedicated executors only, with whole workers moved in, and with ROSE.
 
     python -m bench.elastic --trace AzureLLMInferenceTrace_code.csv                   on the embedded broker
     KAFKA_HOME=... python -m bench.elastic --trace AzureLLMInferenceTrace_code.csv    on Apache Kafka
 
-64 emulated executors (`bench.fleet`: the executor's contract on the real bus, with compute that is emulated), a real
-router, environment worker and control app. Half of the executors are dedicated. The others serve users of a real trace,
-played `--speed` times as fast; so are the delays of each arm, but none of ROSE's own clocks (heartbeats, summaries, the
-second between two decisions), which counts against it.
-- `fixed`: the dedicated ones alone.
-- `whole`: an allocator moves workers in whole. Users of one that is given to the rollout go to the others; it is there
-  `--allocation-delay` seconds later. It keeps as many as the most that users needed within the last delay, and takes
-  back at once (`bench.fleet.users`). By default the delay is that of loading the weights of a model of 30 billion
-  parameters alone, 34 s (ServerlessLLM, arXiv 2401.14351): no pod, image or compilation is counted.
-- `rose`: the control app grants, lenders join and leave turn by turn, and compute while they have no user. A guest that
-  is granted is there `--wake` seconds later.
-Then, once more with ROSE, the control app is killed in mid-run: how long do its grants outlive it?
+The fleet has 64 emulated executors (`bench.fleet`: the executor's contract on the real bus, with emulated compute), and
+a real router, environment worker and control app. Half of the executors are dedicated. The other half serves users of a
+real trace, replayed `--speed` times as fast. The delays of each arm are shortened in the same way. ROSE's own clocks
+(heartbeats, summaries, one decision a second) are not shortened, which counts against ROSE.
+- `fixed`: only the dedicated executors.
+- `whole`: an allocator moves whole workers to the rollout. The users of such a worker go to the other workers, and the
+  worker joins `--allocation-delay` seconds later. The allocator keeps as many serving workers as the users needed at
+  most within the last delay, and takes workers back at once (`bench.fleet.users`). The default delay, 34 s, is the time
+  to load the weights of a model of 30 billion parameters (ServerlessLLM, arXiv 2401.14351), without pod, image or
+  compilation.
+- `rose`: the control app writes grants, and lenders join and leave turn by turn and compute while they have no user. A
+  guest is ready `--wake` seconds after its grant.
+A second run with ROSE kills the control app in mid-run and measures how long its grants remain in force.
 
-All arms have the same prompts, sample the same tokens and see the same users. Before each a few trajectories are run
-that are not counted: processes are cold, and a control app that has seen nobody come expects a lender to take 20 s.
-`--json FILE` writes one object with `checks` and each arm's figures. Exit status 1 if an arm is not clean: a trajectory
-lost or doubled, or an executor sent more than it offered.
+All arms have the same prompts, sampled tokens and users. Each arm first runs a few trajectories that are not counted:
+processes are cold, and a control app without experience expects a lender to take 20 s. `--json FILE` writes one object
+with `checks` and each arm's figures. Exit status 1 if an arm is not clean: a trajectory was lost or doubled, or an
+executor was sent more than it offered.
 """
 
 import argparse
@@ -61,50 +62,50 @@ from rose.topics.settings import BusSettings
 from rose.workers.loadgen.config import TRACE_FILE
 
 GROUPS = "elastic."
-"""What the names of those that are counted begin with."""
+"""Prefix of the names of the counted groups."""
 
 WARM_GROUPS, WARM_GROUP_SIZE, WARM_TURNS = 4, 16, 2
-"""Of trajectories that are not counted."""
+"""Number, size and turns of the groups that are not counted."""
 
 KILLED_AFTER_SECONDS = 12.0
 
 OVER_FIXED, OVER_WHOLE = 1.3, 1.1
-"""Times as long as ROSE takes."""
+"""Largest duration of ROSE relative to the arms `fixed` and `whole`."""
 
 FIRST_MILLISECONDS = 250.0
-"""At p99, from room to the first turn on it: an executor's change of state is acted on within it."""
+"""Bound of the p99 time from room to the first turn: an executor's change of state is acted on within this time."""
 
 OFF_MILLISECONDS = 200.0
-"""At p99, from users who take memory to the last turn off: one heartbeat."""
+"""Bound of the p99 time from users who take memory to the last turn off: one heartbeat."""
 
 LEASE_SECONDS_OVER = 0.25
-"""A grant is on its way, and turns go back, for so long."""
+"""Time that a grant needs to arrive, and turns to go back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One rollout, as it was."""
+    """The result of one rollout."""
 
     seconds: float
-    """From the prompts to the last sample."""
+    """Time from the submission of the prompts to the last sample."""
     alone: float
-    """That the longest trajectory decodes for: no arm takes less."""
+    """Decode time of the longest trajectory, which is a lower bound for every arm."""
     bus: Spread | None
-    """Milliseconds on the bus of a turn that was sent once: nothing that is emulated."""
+    """Milliseconds on the bus of a turn that was sent once; no part of this time is emulated."""
     turns: int
     preempted: int
     refused: int
     machine: float
-    """Share of all processors that was used meanwhile, by anybody."""
+    """Share of all processors in use during the rollout, by any process."""
     processors: Mapping[str, float]
-    """Share of one that each role used."""
+    """Share of one processor that each role used."""
     audit: str
-    """What is wrong with the log; empty for nothing."""
+    """Description of an error in the log; empty if there is none."""
     overfilled: int
     lines: Sequence[Line]
     waiting: Waiting
     outlived: float | None = None
-    """Seconds from the control app's end to the last lender's; None where that was not seen."""
+    """Seconds from the control app's end to the last lender's park; None if that was not observed."""
 
     @property
     def clean(self) -> bool:
@@ -112,7 +113,7 @@ class Arm:
 
 
 def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kills: bool = False) -> Arm:
-    """One rollout to its end; with `kills` the control app dies in the middle of it. Raises Stalled."""
+    """Run one rollout to its end; with `kills` the control app is killed in mid-run. Raises Stalled."""
     plan = Plan(
         bus=settings,
         job=job_of(settings),
@@ -133,7 +134,7 @@ def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kil
             killed_at = _kill_control(running)
         running.until(lambda: running.ended(prompts))
         machine, took, after = psutil.cpu_percent() / 100, time.time() - running.began_at, running.processor_seconds()
-        if kills:  # until its last lease is over the fleet runs on: who lends for longer is then in the journal
+        if kills:  # the fleet runs on: the journal shows lenders that outlive the last lease
             time.sleep(max(0.0, killed_at + CONTROL["lease_seconds"] + 1.0 - time.time()))  # a lease is a time
         lines = running.fleet.stop()
         waiting = Waiting(running.waiting())
@@ -174,7 +175,7 @@ def _arm_of(
 
 
 def _warm_up(running: Rollout) -> None:
-    """A few trajectories, until nobody lends again."""
+    """Run a few trajectories, until no lender lends any more."""
     prompts = prompts_of("warm.", WARM_GROUPS, WARM_GROUP_SIZE, most_turns=WARM_TURNS)
     running.submit(prompts, go=False)
     running.until(lambda: running.ended(prompts))
@@ -182,15 +183,15 @@ def _warm_up(running: Rollout) -> None:
 
 
 def _kill_control(running: Rollout) -> float:
-    """SIGKILL the control app in mid-run; when."""
+    """Kill the control app with SIGKILL in mid-run; return the time."""
     assert running.control is not None
-    time.sleep(KILLED_AFTER_SECONDS)  # a moment of the trace: where nobody lends at it, a check is missed
+    time.sleep(KILLED_AFTER_SECONDS)  # a time of the trace: if no lender lends at this time, a check is missed
     running.control.send_signal(signal.SIGKILL)
     return time.time()
 
 
 def checks_of(arms: Mapping[str, Arm]) -> list[Check]:
-    """The bounds on all arms together."""
+    """Return the bounds on all arms together."""
     fixed, whole, rose, orphaned = (arms[name] for name in ("fixed", "whole", "rose", "orphaned"))
     turns = f"{rose.turns} turns"
     lease = CONTROL["lease_seconds"]
@@ -208,13 +209,13 @@ def checks_of(arms: Mapping[str, Arm]) -> list[Check]:
 
 
 def _within(spread: Spread | None, name: str, bound: float) -> Check:
-    """What was not seen is not within it."""
+    """Check that a spread is within a bound; a missing spread misses the bound."""
     p99, many = (float("inf"), "hardly ever") if spread is None else (spread.p99, f"{spread.many} times")
     return Check(name, p99, "ms", bound, "max", f"seen {many}")
 
 
 def spreads_of(arm: Arm) -> dict[str, Spread | None]:
-    """How fast capacity is taken and left."""
+    """Return the times to take and to leave capacity."""
     first, off = first_turns(arm.lines, arm.waiting, late=FIRST_MILLISECONDS / 1000), last_turns_off(arm.lines)
     return {
         "a turn on the bus": arm.bus,
@@ -229,7 +230,7 @@ def spreads_of(arm: Arm) -> dict[str, Spread | None]:
 
 
 def figures_of(arm: Arm) -> dict[str, Any]:
-    """One arm, for a program to read."""
+    """Return the figures of one arm for JSON."""
     plain = (
         "seconds",
         "alone",
@@ -247,7 +248,7 @@ def figures_of(arm: Arm) -> dict[str, Any]:
 
 
 def show(arms: Mapping[str, Arm], checks: Sequence[Check]) -> None:
-    """All arms, then the checks."""
+    """Print all arms, then the checks."""
     for name, arm in arms.items():
         shares = ", ".join(f"{role} {share:.0%}" for role, share in sorted(arm.processors.items()))
         print(f"{name:9} {arm.seconds:7.1f} s (the longest alone {arm.alone:.1f} s), ", end="")
@@ -265,7 +266,7 @@ def show(arms: Mapping[str, Arm], checks: Sequence[Check]) -> None:
 
 
 def run_arms(broker: Broker, shape: Shape, folder: Path, names: Sequence[str]) -> dict[str, Arm]:
-    """One after another, each in topics of its own."""
+    """Run the arms one after another, each in its own topics."""
     arms = {}
     for name in names:
         kills = name == "orphaned"
@@ -279,25 +280,30 @@ ARMS = ("fixed", "whole", "rose", "orphaned")
 
 
 def shape_of(arguments: argparse.Namespace) -> Shape:
-    """What the command line says."""
+    """Return the shape that the command line describes."""
     names = ("dedicated", "lenders", "groups", "group_size", "trace", "speed", "allocation_delay", "wake")
     return Shape(**{name: getattr(arguments, name) for name in names})
 
 
 def main() -> None:
-    """See the module."""
+    """Run the benchmark; see the module."""
     parser = options(__doc__)
     parser.add_argument(
-        "--trace", type=Path, default=TRACE_FILE, help="of users; six and a half minutes come with ROSE"
+        "--trace",
+        type=Path,
+        default=TRACE_FILE,
+        help="trace of users; six and a half minutes of a trace come with ROSE",
     )
-    parser.add_argument("--dedicated", type=int, default=32, help="executors")
+    parser.add_argument("--dedicated", type=int, default=32, help="dedicated executors")
     parser.add_argument("--lenders", type=int, default=32, help="serving workers")
-    parser.add_argument("--groups", type=int, default=48, help="of trajectories")
+    parser.add_argument("--groups", type=int, default=48, help="groups of trajectories")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--speed", type=float, default=6.0, help="seconds of the trace in each second")
-    parser.add_argument("--allocation-delay", type=float, default=34.0, help="seconds of the trace")
-    parser.add_argument("--wake", type=float, default=5.0, help="seconds of the trace")
-    parser.add_argument("--only", nargs="*", choices=ARMS, default=ARMS, help="these arms; checks need all of them")
+    parser.add_argument(
+        "--allocation-delay", type=float, default=34.0, help="seconds of the trace until a moved worker joins"
+    )
+    parser.add_argument("--wake", type=float, default=5.0, help="seconds of the trace until a guest is ready")
+    parser.add_argument("--only", nargs="*", choices=ARMS, default=ARMS, help="run only these arms; checks need all")
     arguments = parser.parse_args()
     shape = shape_of(arguments)
     folder = Path(tempfile.mkdtemp(prefix="rose-elastic-"))

@@ -1,21 +1,22 @@
-"""An emulated executor: it keeps the executor's contract, and computes nothing but how long a real one would take.
+"""An emulated executor: it keeps the executor's contract, and computes only how long a real executor would take.
 
 Keeps true
-- Emulated, not measured: what it tells of time follows from the rates of its `Machine`.
-- Inbox, heartbeats and answers are made by the executor's own code: it never holds more than it offers, and what it
-  takes on is listed by its heartbeats until it is answered, once.
-- A step costs `base + token * tokens` seconds, as a real engine's is learned to (`workers/executor/step_cost.py`). Each
-  turn that decodes gets a token of every step; prompts are computed in the order in which they came, cut into chunks.
-- A block is in the cache once a step that computes it has begun, and until its room is taken: blocks that no running
-  turn uses go first, the one that was used longest ago before the others, and of a turn its last before its first. A
-  turn reuses the leading blocks of its context that are there; its last token is computed in any case (as in vLLM).
+- All times are emulated, not measured: they follow from the rates of the executor's `Machine`.
+- Inbox, heartbeats and answers come from the executor's own code. The emulated executor never holds more than it
+  offers, and its heartbeats list a turn until the turn is answered, once.
+- A step costs `base + token * tokens` seconds, the model that a real executor fits (`workers/executor/step_cost.py`).
+  Each decoding turn gets one token in every step; prompts are computed in order of arrival, cut into chunks.
+- A block is in the cache from the start of the step that computes it until its room is taken. Blocks without a running
+  turn are evicted first, the least recently used first, and of one turn the last block first. A turn reuses the leading
+  blocks of its context that are in the cache; its last token is always computed (as in vLLM).
 
-Pure: `now` is handed in, and what has happened until then is handed out. For simulated time, and for turns that run to
-their end: `bench.fleet` emulates executors on a real bus, that pause, are cut and go, and has a simpler engine.
+Pure: `now` is an argument, and everything that happened until then is returned. This module is for simulated time and
+for turns that run to their end. `bench.fleet` emulates executors on a real bus that pause, are cut and leave, with a
+simpler engine.
 
 Example, with steps of 10 ms and 0.1 ms a token, blocks of 32 tokens
     add(100 tokens of context, 3 to sample) at 0   -> step 1 ends at 0.020, with the first token
-    add(a longer context of the same prompt) at 0  -> it waits for step 2, which begins at 0.020: 96 tokens are cached
+    add(a longer context of the same prompt) at 0  -> waits for step 2, which begins at 0.020: 96 tokens are cached
     steps 2 and 3                                  -> the first turn has its three tokens, and has ended
 """
 
@@ -36,20 +37,20 @@ from rose.workers.executor.records import ExecutorIncarnation, HeartbeatWriter, 
 from rose.workers.executor.vllm.types import FinishedTurn
 
 INCARNATION, VERSION = 1, 0
-"""Of an emulated executor: it starts once, with the first policy version."""
+"""Incarnation and policy version of an emulated executor, which starts once with the first version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What an executor runs on, as far as time and room depend on it."""
+    """The properties of an executor's hardware that decide time and room."""
 
     kind: str
     base_seconds: float
-    """Of a step, whatever it computes: the weights are read."""
+    """Fixed time of a step, independent of its tokens: the weights are read."""
     token_seconds: float
-    """That a token adds to a step."""
+    """Time that each token adds to a step."""
     lanes: int
-    """Turns that run at once."""
+    """Most turns that run at once."""
     step_tokens: int
     """Most tokens of one step."""
     block_tokens: int
@@ -58,72 +59,72 @@ class Machine:
 
     @property
     def token_budget(self) -> int:
-        """Tokens that turns may hold: each of them may leave a block unfilled."""
+        """Return the number of tokens that turns may hold: each turn may leave one block partly unfilled."""
         return (self.kv_blocks - self.lanes) * self.block_tokens
 
     def seconds(self, prefilled: int, sampled: int) -> float:
-        """What so many tokens take when all lanes are busy: a step's base is shared by the turns that decode."""
+        """Return the time of this many tokens when all lanes are busy: the decoding turns share a step's fixed time."""
         return prefilled * self.token_seconds + sampled * (self.base_seconds / self.lanes + self.token_seconds)
 
 
 class Work(NamedTuple):
-    """A turn as an engine meets it. Two contexts share as many leading blocks as they share leading keys."""
+    """A turn as the engine sees it. Two contexts share as many leading blocks as they share leading keys."""
 
     key: TurnKey
     context_tokens: int
     new_tokens: int
-    """That it will sample, at least one."""
+    """Number of tokens that the turn will sample, at least one."""
     room_tokens: int
-    """That it may come to hold."""
+    """Most tokens that the turn may hold."""
     blocks: Sequence[int]
-    """Keys of the full blocks of its context, and of what it samples behind it."""
+    """Keys of the full blocks of its context and of the tokens sampled after it."""
 
 
 class Finished(NamedTuple):
-    """A turn that has left an engine. Times are in seconds."""
+    """A turn that has left the engine. Times are in seconds."""
 
     work: Work
     cached_tokens: int
     scheduled_at: float
-    """Its first step began."""
+    """Start of its first step."""
     first_token_at: float
     finished_at: float
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A turn in an engine's steps."""
+    """A turn in the engine's steps."""
 
     work: Work
     cached_tokens: int
     scheduled_at: float
     computed: int
-    """Tokens of its context, those of the present step included."""
+    """Computed tokens of its context, including the tokens of the present step."""
     held: int = 0
-    """Its leading blocks that are in the cache on its account."""
+    """Number of its leading blocks that are held in the cache for it."""
     first_token_at: float = 0.0
 
 
 class Cache:
-    """Blocks of KV, by what they hold."""
+    """Blocks of KV memory, by content."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._used: dict[int, int] = {}
-        """How many running turns use each."""
+        """Number of running turns that use each block."""
         self._unused: OrderedDict[int, None] = OrderedDict()
-        """The next to go first."""
+        """Unused blocks in the order of eviction."""
 
     def __contains__(self, key: int) -> bool:
         return key in self._used or key in self._unused
 
     def hold(self, key: int) -> None:
-        """One more turn uses the block, which is there from now on."""
+        """Count one more turn that uses the block, which is in the cache from now on."""
         self._unused.pop(key, None)
         self._used[key] = self._used.get(key, 0) + 1
 
     def release(self, keys: Sequence[int]) -> None:
-        """One turn less uses these, in the order of its context."""
+        """Count one turn less for these blocks, given in the order of its context."""
         for key in reversed(keys):
             self._used[key] -= 1
             if not self._used[key]:
@@ -131,32 +132,32 @@ class Cache:
                 self._unused[key] = None
 
     def shrink(self, unnamed: int) -> None:
-        """Let go of what is more than there is room for beside so many blocks that are not full."""
+        """Evict unused blocks until this many blocks that are not full fit too."""
         room = self._blocks - unnamed - len(self._used)
         while len(self._unused) > max(0, room):
             self._unused.popitem(last=False)
 
 
 class Engine:
-    """Turns in steps; what cannot run yet waits, in order, however much of it there is."""
+    """Runs turns in steps; turns that cannot run yet wait in order, without a bound."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.waiting: deque[Work] = deque()
         self.busy_seconds = 0.0
-        """That its steps have taken."""
+        """Total time of all steps."""
         self._cache = Cache(machine.kv_blocks)
         self._prefilling: list[Running] = []
         self._decoding: list[tuple[int, int, Running]] = []
-        """A heap: the step that ends each."""
+        """A heap of turns by the step in which each ends."""
         self._order = count()
         self._held_blocks = 0
-        """That running turns may come to need."""
+        """Number of blocks that running turns may need."""
         self._steps = 0
-        """That have ended."""
+        """Number of steps that have ended."""
         self._began = self._step_seconds = 0.0
         self._planned = 0
-        """Equal steps from `_began` on, until somebody can leave or come; 0 while nothing runs."""
+        """Number of equal steps from `_began` until a turn can leave or join; 0 while nothing runs."""
 
     @property
     def running(self) -> int:
@@ -164,11 +165,11 @@ class Engine:
 
     @property
     def next_at(self) -> float:
-        """When it will have to be looked at again; infinity while nothing runs."""
+        """Return the time of the next event; infinity while nothing runs."""
         return self._began + self._planned * self._step_seconds if self._planned else math.inf
 
     def add(self, work: Work, now: float) -> None:
-        """Take a turn in. Raises ValueError for one that could never run."""
+        """Add a turn. Raises ValueError for a turn that could never run."""
         if self._need(work) > self.machine.kv_blocks:
             raise ValueError(
                 f"{work.key} needs {self._need(work)} blocks of KV, and there are {self.machine.kv_blocks}"
@@ -176,12 +177,12 @@ class Engine:
         self.waiting.append(work)
         if not self._planned:
             self._begin(now)
-        else:  # the next step may have it
+        else:  # the next step may include the turn
             under_way = int((now - self._began) / self._step_seconds) + 1
             self._planned = min(self._planned, under_way)
 
     def advance(self, now: float) -> list[Finished]:
-        """What has ended up to now."""
+        """Return the turns that have ended up to now."""
         finished: list[Finished] = []
         while (at := self.next_at) <= now:
             self.busy_seconds += self._planned * self._step_seconds
@@ -191,14 +192,14 @@ class Engine:
         return finished
 
     def decode_tokens_per_second(self) -> float:
-        """Of one turn, at the present batch."""
+        """Return the decode rate of one turn in the present batch."""
         return 1.0 / (self.machine.base_seconds + self.machine.token_seconds * max(1, self.running))
 
     def _need(self, work: Work) -> int:
         return -(-work.room_tokens // self.machine.block_tokens)
 
     def _begin(self, at: float) -> None:
-        """Plan the next step: who decodes, then prompts that were begun, then new ones."""
+        """Plan the next step: first decoding turns, then started prompts, then new prompts."""
         machine = self.machine
         left = machine.step_tokens - len(self._decoding)
         for running in self._prefilling:
@@ -232,7 +233,7 @@ class Engine:
         return running
 
     def _compute(self, running: Running, tokens: int) -> int:
-        """Have the step compute so many more tokens of a context, or all that are left; returns how many."""
+        """Add this many context tokens, or all remaining ones, to the step; return their number."""
         tokens = min(tokens, running.work.context_tokens - running.computed)
         running.computed += tokens
         self._hold(running, running.computed // self.machine.block_tokens)
@@ -245,7 +246,7 @@ class Engine:
         self._cache.shrink(self.running)
 
     def _end(self, at: float) -> list[Finished]:
-        """The planned steps are over: whose context is computed has its first token, and some have their last."""
+        """End the planned steps: turns with a computed context get their first token, and some turns end."""
         finished = []
         prefilled = [running for running in self._prefilling if running.computed == running.work.context_tokens]
         self._prefilling = [each for each in self._prefilling if each.computed < each.work.context_tokens]
@@ -268,7 +269,7 @@ class Engine:
 
 
 class EmulatedExecutor:
-    """An engine under the executor's contract: dispatches in, heartbeats and results out."""
+    """An engine with the executor's contract: dispatches in, heartbeats and results out."""
 
     def __init__(self, machine: Machine, *, worker: str, slot: int) -> None:
         self.engine = Engine(machine)
@@ -278,7 +279,7 @@ class EmulatedExecutor:
         self._received: dict[TurnKey, float] = {}
 
     def on_dispatch(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
-        """Take a dispatch on, of which `work` says what it will come to; or refuse it."""
+        """Accept a dispatch, whose future `work` describes, or return its refusal."""
         answer = self._inbox.on_dispatch(dispatch, VERSION, offset=dispatch.offset)
         if answer.action is InboxAction.ACCEPT:
             self._received[dispatch.key] = now
@@ -287,11 +288,11 @@ class EmulatedExecutor:
         return refused_result(self._start, dispatch, answer.reason, answer.refusal, now=now)
 
     def advance(self, now: float) -> list[tuple[TurnResult, Finished]]:
-        """What it has answered up to now."""
+        """Return the results up to now."""
         return [(self._answer(each), each) for each in self.engine.advance(now)]
 
     def heartbeat(self, now: float) -> SlackHeartbeat:
-        """How it stands."""
+        """Return the present heartbeat."""
         engine, machine = self.engine, self.engine.machine
         status = EngineStatus(
             version=VERSION,

@@ -1,17 +1,16 @@
-"""What it costs to run environments in a process of their own instead of a thread of the worker.
+"""Measures the cost of running environments in a separate process instead of a thread of the worker.
 
     python -m bench.environment_isolation
 
-The calculator is stepped by the worker's own stage, without a bus: `TOGETHER` trajectories at once, then one alone. A
-thread and a process are measured in turn, and the medians are compared.
+The worker's own runner pool steps the calculator, without a bus: `TOGETHER` trajectories at once, then one alone.
+Thread and process alternate, and the medians are compared.
 
-processor   Microseconds of processor time that a step takes more in a process than in a thread, of worker and process
-            together, with many under way.
-latency     Milliseconds that a step takes more from its start to its answer, alone, at the median.
-begin       Seconds until a new process has answered its first step: how long those wait that were under way in one that
-            has ended.
-memory      MiB of a process and its keeper, the shared part by halves.
-With `--json FILE` the result is kept.
+processor   Additional processor time of a step in a process, in microseconds, of worker and process together, with many
+            steps under way.
+latency     Additional time of a single step from its start to its answer, in milliseconds, at the median.
+begin       Seconds until a new process has answered its first step: the delay of steps whose process has ended.
+memory      MiB of a process and its keeper; shared memory is divided by the number of its users.
+`--json FILE` stores the result.
 """
 
 import statistics
@@ -44,17 +43,17 @@ PROCESSOR, LATENCY, BEGIN, MEMORY = 300.0, 2.0, 5.0, 128.0
 
 @contextmanager
 def stage(kind: str) -> Iterator[tuple[RunnerPool, list[int]]]:
-    """The worker's stage, and the processes that it has: `thread` or `process`."""
+    """Yield the worker's runner pool and the ids of its processes; `kind` is `thread` or `process`."""
     turn_format = TurnFormat(MODEL)
     pids: list[int] = []
 
     def new_runner(name: str, answer: ResultCallback, life: int) -> Runner:
         if kind == "thread":
             return ThreadRunner(turn_format, lambda own: load_environment(own)(), answer, LIMITS, generation=life)
-        told = ProcessSetup(
+        setup = ProcessSetup(
             environment=name, model_folder=str(MODEL), import_paths=sys.path, limits=LIMITS, generation=life
         )
-        return ProcessRunner(told, answer)
+        return ProcessRunner(setup, answer)
 
     made = RunnerPool(new_runner, LIMITS)
     try:
@@ -67,7 +66,7 @@ def stage(kind: str) -> Iterator[tuple[RunnerPool, list[int]]]:
 
 
 def answered(on: RunnerPool, jobs: list[Job]) -> dict[str, bytes]:
-    """Run these jobs; the state of each afterwards."""
+    """Run these jobs and return their states."""
     on.start(jobs)
     states: dict[str, bytes] = {}
     while len(states) < len(jobs):
@@ -78,12 +77,12 @@ def answered(on: RunnerPool, jobs: list[Job]) -> dict[str, bytes]:
 
 
 def mebibytes(pids: list[int]) -> float:
-    """Of memory that these processes hold, the shared part by halves."""
+    """Return the MiB of memory that these processes hold; shared memory is divided by the number of its users."""
     return float(sum(psutil.Process(pid).memory_full_info().pss for pid in pids) / 2**20)
 
 
 def steps(states: dict[str, bytes], action: bytes) -> list[Job]:
-    """One for each trajectory."""
+    """Return one step for each trajectory."""
     return [
         StepJob(generation=0, trajectory_id=name, environment=NAME, ticket=0, tokens=action, state=state)
         for name, state in states.items()
@@ -91,7 +90,9 @@ def steps(states: dict[str, bytes], action: bytes) -> list[Job]:
 
 
 def measure(kind: str, rounds: int) -> tuple[float, float, float, float]:
-    """Processor microseconds a step, milliseconds of a step alone, seconds to the first answer, MiB of the process."""
+    """Return processor microseconds per step, milliseconds of a single step, seconds to the first answer, and MiB of
+    the process.
+    """
     began = time.perf_counter()
     with stage(kind) as (on, pids):
         begin = time.perf_counter() - began
@@ -122,7 +123,7 @@ def measure(kind: str, rounds: int) -> tuple[float, float, float, float]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="of many steps, in each measure")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of steps in each measurement")
     arguments = parser.parse_args()
     found: dict[str, list[tuple[float, float, float, float]]] = {"thread": [], "process": []}
     for _ in range(3):

@@ -1,20 +1,18 @@
-"""Heartbeats of a large fleet: what they cost a router, and how soon it acts on a change among them.
+"""Measures the heartbeats of a large fleet: their cost for a router, and how soon the router acts on a change.
 
     KAFKA_HOME=... python -m bench.heartbeats            1,000 executors in 4 cells, on Apache Kafka
     python -m bench.heartbeats                           on the embedded broker
 
-One router, a process as its command runs it, serves all cells. Every executor sends a heartbeat each `BEAT_SECONDS`,
-at a moment of its own, from a process beside: it holds as many turns as it may, and its rates are measured anew each
-time.
+One router process serves all cells. A separate process sends a heartbeat of every executor each `BEAT_SECONDS`, spread
+over time. Each executor holds as many turns as it may, and its rates vary with each heartbeat.
 
-share       Of one core, a cell: the router's processor time a heartbeat, in a window in which nothing else comes, times
-            those that a cell's executors send in a second. Counted are those that are on the log: a sender that is
-            held up sends fewer. A fleet of 5,000 is 20 such cells: more than one router serves, or two cores can send
-            heartbeats for.
-acted       Milliseconds at p99 from the moment at which an executor that had no room hands over a heartbeat that offers
-            some, until a turn that waited has reached its inbox. It is one of each cell that changes, in turn; the
-            heartbeats of all others go on.
-With `--json FILE` the result is kept.
+share       Share of one core for each cell: the router's processor time per heartbeat, in a window with heartbeats
+            only, times the heartbeats of a cell in one second. Only heartbeats on the log count, because a delayed
+            sender sends fewer. A fleet of 5,000 is 20 such cells, which is more than one router serves, and more than
+            two cores can send heartbeats for.
+acted       p99 in milliseconds from the heartbeat in which a full executor first offers room until a waiting turn has
+            reached its inbox. One executor of each cell changes, in turn; the heartbeats of all others continue.
+`--json FILE` stores the result.
 """
 
 import argparse
@@ -46,21 +44,21 @@ from rose.topics.queries import watermarks_of
 from rose.topics.settings import BusSettings
 
 BEAT_SECONDS = 0.2
-"""The longest that an executor's configuration allows; the default is half of it."""
+"""The longest heartbeat interval that an executor's configuration allows; the default is half of it."""
 
 TURNS = 8
-"""That each of the steady executors holds, which is all that it may."""
+"""Number of turns that each steady executor holds, which is its maximum."""
 
 WARM_SECONDS = 10.0
 CHANGES = 200
 FIRST_CHANGES = 20
-"""That are not counted."""
+"""Number of changes at the start that are not counted."""
 PATIENCE_SECONDS = 60.0
 SHARE, ACTED_MILLISECONDS = 0.1, 250.0
 
 
 def heartbeat(worker: str, slot: int, sequence: int, *, room: int, running: int, noise: float) -> SlackHeartbeat:
-    """`room`: turns that it may hold; `noise`: of its rates."""
+    """Return a heartbeat. `room`: turns that the executor may hold; `noise`: factor of its rates."""
     return SlackHeartbeat(
         worker=worker,
         incarnation=1,
@@ -83,23 +81,25 @@ def heartbeat(worker: str, slot: int, sequence: int, *, room: int, running: int,
 
 
 def send_heartbeats(settings: BusSettings, executors: int, cells: int) -> None:
-    """Those of the steady executors, until the process is ended."""
+    """Send the heartbeats of the steady executors until the process is ended."""
     producer, topic, noise = Producer(settings.producer("bench-beats")), settings.topic(HEARTBEATS), random.Random(0)
     began, sent = time.perf_counter(), 0
     while True:
         due = int((time.perf_counter() - began) / BEAT_SECONDS * executors)
-        sent = max(sent, due - executors)  # after a pause each beats once
+        sent = max(sent, due - executors)  # after a pause each executor sends one heartbeat
         for number in range(sent, due):
             rounds, executor = divmod(number, executors)
             slot = executor % cells
-            told = heartbeat(f"steady-{executor}", slot, rounds, room=0, running=TURNS, noise=noise.uniform(0.97, 1.03))
-            producer.produce(topic, value=encode(told), partition=slot)
+            record = heartbeat(
+                f"steady-{executor}", slot, rounds, room=0, running=TURNS, noise=noise.uniform(0.97, 1.03)
+            )
+            producer.produce(topic, value=encode(record), partition=slot)
         sent = due
         producer.poll(0.002)
 
 
 class ChangingExecutors:
-    """One executor a cell that has room for a turn when it says so, and the turns that wait for that."""
+    """One executor for each cell that offers room for a turn on request, and the turns that wait for the room."""
 
     def __init__(self, settings: BusSettings, cells: int) -> None:
         self._settings, self._cells = settings, cells
@@ -108,13 +108,13 @@ class ChangingExecutors:
         inbox = settings.topic(DISPATCHED)
         self._consumer.assign([TopicPartition(inbox, slot, 0) for slot in range(cells)])
         self._sequence = [0] * cells
-        self._asked = 0
+        self._requests = 0
         self._beaten_at = 0.0
         self._open: int | None = None
-        """The cell whose executor has room."""
+        """The cell whose executor offers room."""
 
     def change(self, cell: int) -> float:
-        """Seconds from its heartbeat with room until a turn has reached its inbox. Raises TimeoutError."""
+        """Return the seconds from the heartbeat with room until a turn has reached the inbox. Raises TimeoutError."""
         while (stray := self._taken()) is not None:
             self._send_back(stray)
         began = time.perf_counter()
@@ -129,28 +129,28 @@ class ChangingExecutors:
                 self._open = None
                 self._beat(cell)
                 self.ask(cell)
-                self.wait(BEAT_SECONDS)  # answered earlier it would leave room, for all that the router has heard
+                self.wait(BEAT_SECONDS)  # an earlier answer would leave room, as far as the router knows
                 self._answer(dispatch)
                 return took
-            self.beat_if_due()
+            self.send_if_due()
         raise TimeoutError(f"no turn reached cell {cell} within {PATIENCE_SECONDS:.0f} s")
 
     def _send_back(self, dispatch: TurnDispatch) -> None:
-        """One that was sent as its executor took its room back; another waits in its place."""
+        """Return a turn that arrived after its executor withdrew the room; another turn waits in its place."""
         self.ask(dispatch.request.home)
         self._answer(dispatch)
 
     def wait(self, seconds: float) -> None:
-        """Go on beating."""
+        """Keep sending heartbeats for this time."""
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
-            self.beat_if_due()
+            self.send_if_due()
             self._producer.poll(0.01)
 
     def ask(self, cell: int) -> None:
-        """For a turn, which waits: nobody has room."""
-        name = f"{self._asked}"
-        self._asked += 1
+        """Request a turn, which waits because no executor has room."""
+        name = f"{self._requests}"
+        self._requests += 1
         request = TurnRequest(
             trajectory_id=f"{name}:0",
             group_id=name,
@@ -159,7 +159,7 @@ class ChangingExecutors:
             turn=0,
             appended=bytes(400),
             context_tokens=100,
-            digest=bytes(16),  # nobody computes on it
+            digest=bytes(16),  # no executor computes with it
             chain=(),
             sampling=Sampling(max_tokens=10),
             requested_at=time.time(),
@@ -167,8 +167,8 @@ class ChangingExecutors:
         )
         self._write(REQUESTED, encode(request), cell)
 
-    def beat_if_due(self) -> None:
-        """What they said last, again."""
+    def send_if_due(self) -> None:
+        """Send the last heartbeats again when they are due."""
         if time.perf_counter() >= self._beaten_at + BEAT_SECONDS:
             self._beaten_at = time.perf_counter()
             for cell in range(self._cells):
@@ -180,12 +180,12 @@ class ChangingExecutors:
 
     def _beat(self, cell: int) -> None:
         room = int(cell == self._open)
-        told = heartbeat(f"changer-{cell}", cell, self._sequence[cell], room=room, running=0, noise=1.0)
+        record = heartbeat(f"changer-{cell}", cell, self._sequence[cell], room=room, running=0, noise=1.0)
         self._sequence[cell] += 1
-        self._write(HEARTBEATS, encode(told), cell)
+        self._write(HEARTBEATS, encode(record), cell)
 
     def _taken(self) -> TurnDispatch | None:
-        """The next that has reached an inbox, waited for a moment."""
+        """Return the next dispatch that has reached an inbox, after a short wait."""
         message = self._consumer.poll(0.001)
         if message is None:
             self._producer.poll(0)
@@ -193,10 +193,10 @@ class ChangingExecutors:
         if message.error() is not None:
             raise RuntimeError(f"the broker fails the benchmark: {message.error()}")
         value = message.value()
-        return None if value is None else decode(TurnDispatch, value)  # of a claim there is none
+        return None if value is None else decode(TurnDispatch, value)  # a claim has no value
 
     def heartbeats(self) -> int:
-        """Of all executors, that are on the log by now."""
+        """Return the number of heartbeats of all executors that are on the log."""
         topic = self._settings.topic(HEARTBEATS)
         return sum(watermarks_of(self._consumer, TopicPartition(topic, cell))[1] for cell in range(self._cells))
 
@@ -225,7 +225,7 @@ class ChangingExecutors:
 
 @contextmanager
 def running(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """The process, which is ended with this."""
+    """Yield the process, and end it afterwards."""
     with process:
         try:
             yield process
@@ -234,7 +234,7 @@ def running(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[by
 
 
 def share(used: float, sent: int, executors: int, cells: int, details: dict[str, float]) -> Check:
-    """Of a router that used so many seconds of processor time for so many heartbeats."""
+    """Return the check for a router that used this much processor time for this many heartbeats."""
     heartbeat = used / sent if sent else math.inf
     return Check(
         name="share",
@@ -248,23 +248,23 @@ def share(used: float, sent: int, executors: int, cells: int, details: dict[str,
 
 
 def measure(settings: BusSettings, executors: int, cells: int, seconds: float) -> list[Check]:
-    """The figures, of a router of its own."""
+    """Measure the figures with a new router."""
     create_topics(settings, Partitions(home=cells, slots=cells, cells=cells))
     changing, order = ChangingExecutors(settings, cells), random.Random(1)
     counts = ["--executors", str(executors - cells), "--cells", str(cells)]
     sender = [sys.executable, "-m", "bench.heartbeats", "--send", json.dumps(asdict(settings)), *counts]
     with (
         running(start_program("router", settings)) as router,
-        running(subprocess.Popen(sender, stdout=subprocess.DEVNULL)) as beats,
+        running(subprocess.Popen(sender, stdout=subprocess.DEVNULL)) as sender_process,
     ):
         for cell in (cell for _ in range(2) for cell in range(cells)):
             changing.ask(cell)
-        changing.change(0)  # the router serves
+        changing.change(0)  # returns once the router serves
         changing.wait(WARM_SECONDS)
-        sent, before = -changing.heartbeats(), [processor_seconds(each.pid) for each in (router, beats)]
+        sent, before = -changing.heartbeats(), [processor_seconds(each.pid) for each in (router, sender_process)]
         at = time.perf_counter()
         changing.wait(seconds)
-        after, took = [processor_seconds(each.pid) for each in (router, beats)], time.perf_counter() - at
+        after, took = [processor_seconds(each.pid) for each in (router, sender_process)], time.perf_counter() - at
         sent += changing.heartbeats()
         found: list[float] = []
         for _ in range(FIRST_CHANGES + CHANGES):
@@ -292,8 +292,8 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--executors", type=int, default=1000)
     parser.add_argument("--cells", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the window in which nothing changes")
-    parser.add_argument("--send", help=argparse.SUPPRESS)  # what this program starts itself with
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of the window without changes")
+    parser.add_argument("--send", help=argparse.SUPPRESS)  # internal: this program starts itself with it
     arguments = parser.parse_args()
     if arguments.send is not None:
         send_heartbeats(BusSettings(**json.loads(arguments.send)), arguments.executors, arguments.cells)

@@ -1,7 +1,7 @@
-"""A history for the router's core: what a fleet of simulated executors and live trajectories would have it hear.
+"""Records a history for the router's core: the events that simulated executors and live trajectories would cause.
 
-Keeps true: a recorded history is what a router decided on, so a second router that hears it decides the same. The
-recording costs time of its own; replaying it costs the router's alone.
+Keeps true: a recorded history holds the input of a router's decisions, so a second router with the same input decides
+the same. Recording costs additional time; replaying costs the router's time only.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, held_hash
 
 Event = tuple[float, Record | ReceivedRequest]
-"""What the router hears, and when."""
+"""Time and content of one input of the router."""
 
 HEARTBEAT_SECONDS = 0.2
 GROUP_SIZE = 8
@@ -35,7 +35,7 @@ class Fleet:
 
     workers: int
     trajectories: int
-    """Live at once; one that ends is followed by another."""
+    """Number of live trajectories; a new trajectory follows each ended one."""
     turn_seconds: float
     """Mean time from a dispatch to the request for the next turn."""
     seed: int = 0
@@ -43,34 +43,35 @@ class Fleet:
 
 @dataclass
 class Recorder:
-    """Drives a router with simulated executors and environments, and writes down what it hears."""
+    """Drives a router with simulated executors and environments, and records its input."""
 
     fleet: Fleet
     router: Router = field(default_factory=Router)
     history: list[Event] = field(default_factory=list)
     now: float = 0.0
     live: int = 0
-    """Trajectories that have begun and not ended."""
+    """Number of trajectories that have begun and not ended."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.fleet.seed)
         self._due: list[tuple[float, int, Record | ReceivedRequest | int]] = []
-        """A worker's number stands for its next heartbeat, which says what it holds at that moment."""
+        """Events by time. A worker's number stands for its next heartbeat, which lists the turns that it holds at that
+        time."""
         self._order = count()
         self._groups = count()
         self._contexts = [bytes(4 * tokens) for tokens in range(8192)]
         self._sampling = Sampling(max_tokens=MAX_TOKENS)
-        self._asked: dict[str, TurnRequest] = {}
-        """By trajectory: its newest request."""
+        self._requests: dict[str, TurnRequest] = {}
+        """Newest request of each trajectory."""
         self._held: list[dict[TurnKey, bytes]] = [{} for _ in range(self.fleet.workers)]
-        """By worker: what its heartbeats list."""
+        """Held turns in the heartbeats of each worker."""
         for worker in range(self.fleet.workers):
             self._at(worker / self.fleet.workers * HEARTBEAT_SECONDS, worker)
         for opened in range(0, self.fleet.trajectories, GROUP_SIZE):
             self._open_group(HEARTBEAT_SECONDS + opened / self.fleet.trajectories * self.fleet.turn_seconds)
 
     def record(self, seconds: float) -> None:
-        """Let `seconds` of simulated time go by."""
+        """Simulate `seconds` seconds."""
         until = self.now + seconds
         while self._due and self._due[0][0] <= until:
             self.now, _, due = heapq.heappop(self._due)
@@ -83,7 +84,7 @@ class Recorder:
 
     def _obey(self, decision: Decision) -> None:
         assert isinstance(decision, TurnDispatch), "nothing fails in this history"
-        request = self._asked[decision.request.trajectory_id]
+        request = self._requests[decision.request.trajectory_id]
         self._held[decision.slot][decision.key] = held_hash(decision.key).to_bytes(8, "little")
         new_tokens = self._random.randint(MAX_TOKENS // 8, MAX_TOKENS)
         result = TurnResult(
@@ -117,14 +118,14 @@ class Recorder:
                     known=event.context_tokens,
                 )
             else:
-                del self._asked[event.trajectory_id]
+                del self._requests[event.trajectory_id]
                 self.live -= 1
                 if self.live <= self.fleet.trajectories - GROUP_SIZE:
                     self._open_group(self.now)
 
     @staticmethod
     def _turns(trajectory_id: str) -> int:
-        """How many turns a trajectory has, from 2 to 12."""
+        """Return the number of turns of a trajectory, from 2 to 12."""
         return 2 + crc32(trajectory_id.encode()) % 11
 
     def _open_group(self, at: float) -> None:
@@ -148,7 +149,7 @@ class Recorder:
             requested_at=at,
             patience_seconds=600.0,
         )
-        self._asked[trajectory_id] = request
+        self._requests[trajectory_id] = request
         self._at(at, ReceivedRequest.from_record(request))
 
     def _beat(self, worker: int) -> SlackHeartbeat:

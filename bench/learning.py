@@ -1,10 +1,10 @@
-"""Does the policy learn: the demo over the bus, and the same algorithm in one plain process.
+"""Measures whether the policy learns: the demo over the bus, and the same algorithm in one plain process.
 
     python -m bench.learning --seeds 3                 the demo with three seeds, held-out success before and after
-    python -m bench.learning --seeds 3 --reference     and the plain process on equal samples, curve beside curve
+    python -m bench.learning --seeds 3 --reference     also the plain process on equal samples, curve by curve
     python -m bench.learning --seeds 0 --reference --lag 3    the plain process alone, on samples three versions old
 
-Each demo is a `rose demo` in a process of its own, kept in `runs/learning-<seed>`, whose words go to standard error.
+Each demo is a `rose demo` in its own process, with the run `runs/learning-<seed>`; its output goes to standard error.
 `--json FILE` writes one object with `checks` and the curves.
 """
 
@@ -23,21 +23,21 @@ from rose.pipeline.local.demo import CONFIGURATION
 from rose.schemas.errors import RoseError
 
 MOST_BEFORE, LEAST_AFTER = 0.40, 0.70
-"""Held-out success that the demo may begin with at most and must end with at least."""
+"""Largest held-out success before training, and least held-out success after training."""
 
 CURVE_STEPS = 5
-"""Steps of training that one printed point of a curve is the mean of."""
+"""Number of training steps whose mean is one printed point of a curve."""
 
 
 def configured(settings: list[str], seed: int) -> Config:
-    """The demo's own configuration with these settings. Raises UsageError."""
+    """Return the demo's own configuration with these settings. Raises UsageError."""
     path = Path(str(files("rose.pipeline.local") / CONFIGURATION))
     run = Common(config=path, settings=settings)
     return load(run.with_overrides(seed=("run.seed", seed), name=("run.name", f"learning-{seed}")))
 
 
 def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
-    """One demo; its summary, and the mean reward of each step in `curve`."""
+    """Run one demo; return its summary, with the mean reward of each step in `curve`."""
     folder = configured(settings, seed).run_folder
     flags = [flag for setting in settings for flag in ("--set", setting)]
     command = ["demo", "--name", folder.name, "--seed", str(seed), *flags]
@@ -48,13 +48,13 @@ def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
 
 
 def coarse(curve: list[float]) -> str:
-    """A curve as a line of means over CURVE_STEPS steps."""
+    """Return a curve as one line of means over CURVE_STEPS steps."""
     parts = [curve[first : first + CURVE_STEPS] for first in range(0, len(curve), CURVE_STEPS)]
     return " ".join(f"{sum(part) / len(part):.2f}" for part in parts)
 
 
 def show_step(point: Point) -> None:
-    """A line for each step of the plain process."""
+    """Print one step of the plain process."""
     held_out = "" if point.held_out is None else f"  held out {point.held_out:.3f}"
     say(
         f"step {point.step:3d}  reward {point.reward:.3f}  turns {point.turns:.2f}  kl {point.kl_behaviour:.4f}"
@@ -63,7 +63,7 @@ def show_step(point: Point) -> None:
 
 
 def show(runs: list[dict[str, Any]], references: list[Curve]) -> None:
-    """What a person wants to see: before, after and the curve of every run."""
+    """Print success before and after, and the curve, of every run."""
     print(f"mean reward in steps of {CURVE_STEPS}, and success on the held-out tasks at temperature 1")
     for run in runs:
         success = run["success"]
@@ -75,7 +75,7 @@ def show(runs: list[dict[str, Any]], references: list[Curve]) -> None:
 
 
 def checks_of(runs: list[dict[str, Any]], references: list[Curve]) -> list[Check]:
-    """Bounds on every demo; the plain process is shown beside them and bounds nothing."""
+    """Return the bounds on every demo; the plain process has no bounds."""
     plain = {curve.seed: curve.after for curve in references}
     checks = []
     for run in runs:
@@ -87,10 +87,10 @@ def checks_of(runs: list[dict[str, Any]], references: list[Curve]) -> list[Check
 
 
 def main() -> None:
-    """See the module."""
+    """Run the benchmark; see the module."""
     parser = options(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="demos over the bus, of seeds 0 to N-1")
-    parser.add_argument("--reference", action="store_true", help="the plain process too, of the same seeds")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="demos over the bus, with seeds 0 to N-1")
+    parser.add_argument("--reference", action="store_true", help="also run the plain process with the same seeds")
     parser.add_argument("--lag", type=int, default=1, help="age of the plain process's samples, in policy versions")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
     flags = parser.parse_args()

@@ -1,14 +1,14 @@
-"""Where a turn's time on the bus goes: a small run on real roles, and every leg of its turns.
+"""Measures where the bus time of a turn goes: a small run with real roles, and every leg of its turns.
 
     python -m bench.legs                              on the embedded broker
     KAFKA_HOME=... python -m bench.legs               on Apache Kafka
 
-One engine, one environment worker, one router and a trainer; one group of eight trajectories is in flight at a time:
-the next prompt is sent once all samples of the one before are there. The trainer takes its one step when all groups are
-in: it has no machine of its own here. Each prompt meets a bus that was idle for a moment.
-On the bus is a turn from the request to the inbox, less its wait for room, and from the last token until its result is
-taken in. Its floor is measured on the same broker before: a transaction of one request and the offsets that led to it,
-when none has just ended, and three hops of a record from a producer to a consumer.
+The run has one engine, one environment worker, one router and a trainer. One group of eight trajectories is in flight
+at a time: the next prompt is sent once all samples of the previous prompt are on the log. The trainer takes its only
+step after the last group, because it has no machine of its own here. Each prompt meets an idle bus.
+The bus time of a turn runs from the request to the inbox, without the wait for room, and from the last token until the
+result is applied. The floor is measured before on the same broker: a transaction with one request and the offsets of
+its input, not directly after another transaction, and three hops of a record from a producer to a consumer.
 `--json FILE` writes one object with `checks`, the legs and the floor.
 """
 
@@ -44,25 +44,25 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
 TRAJECTORIES = 8
-"""In flight."""
+"""Number of trajectories in flight."""
 FIRST_GROUPS = 5
-"""That are not counted: processes and caches are cold."""
+"""Number of groups at the start that are not counted, because processes and caches are cold."""
 FLOOR_ROUNDS, FLOOR_COLD = 250, 50
-"""Measured, and the first of them that are not counted."""
+"""Number of measured rounds, and of rounds at the start that are not counted."""
 FLOOR_BYTES = 600
 HOPS = 3
-"""Request to router, dispatch to inbox, result to environment worker."""
+"""Number of hops: request to router, dispatch to inbox, result to environment worker."""
 FLOOR_PAUSE_SECONDS = 0.02
-"""A transaction that follows on another at once waits until the broker has ended that."""
+"""Pause before each transaction: otherwise the broker would first have to end the previous transaction."""
 SILENT_SECONDS = 120.0
-"""Without a sample: then no more is to be expected."""
+"""Time without a sample after which the run counts as stalled."""
 LEAVE_SECONDS = 60.0
-"""That a run may take to end."""
+"""Time that a run may take to end."""
 MEDIAN_MILLISECONDS, P99_MILLISECONDS = 20.0, 80.0
 
 
 def settings_of(groups: int) -> dict[str, object]:
-    """What differs from the demo's configuration."""
+    """Return the settings that differ from the demo's configuration."""
     return {
         "run.lenders": 0,
         "run.executors": 1,
@@ -74,7 +74,7 @@ def settings_of(groups: int) -> dict[str, object]:
 
 
 def floor(settings: BusSettings) -> dict[str, dict[str, float]]:
-    """Of a bare transaction and a bare hop, by one client each."""
+    """Measure the floor: a bare transaction and a bare hop, with one client each."""
     create_topics(settings, Partitions())
     requests, inbox = settings.topic(REQUESTED), settings.topic(DISPATCHED)
     reader = Consumer(settings.consumer("bench-floor", "floor"))
@@ -96,15 +96,15 @@ def floor(settings: BusSettings) -> dict[str, dict[str, float]]:
         while reader.poll(1.0) is None:
             pass
         hops.append(time.perf_counter() - began)
-        time.sleep(FLOOR_PAUSE_SECONDS)  # or the next transaction would wait for the end of this one
+        time.sleep(FLOOR_PAUSE_SECONDS)  # otherwise the next transaction would wait for the end of this one
     reader.close()
-    return {"transaction": told(transactions[FLOOR_COLD:]), "hop": told(hops[FLOOR_COLD:])}
+    return {"transaction": percentiles(transactions[FLOOR_COLD:]), "hop": percentiles(hops[FLOOR_COLD:])}
 
 
 def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
-    """The times of each applied turn, in the order in which they were asked for. Raises what `played` raises."""
-    said = {**settings_of(groups), "run.folder": folder, "broker.embedded": str(settings.embedded).lower()}
-    settled = [f"{key}={value}" for key, value in said.items()]
+    """Return the times of each applied turn, in the order of the requests. Raises the exceptions of `played`."""
+    values = {**settings_of(groups), "run.folder": folder, "broker.embedded": str(settings.embedded).lower()}
+    settled = [f"{key}={value}" for key, value in values.items()]
     configuration = Path(str(files("rose.pipeline.local") / CONFIGURATION))
     config = load(Common(config=configuration, settings=settled))
     create_topics(settings, config.partitions)
@@ -129,9 +129,9 @@ def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
 
 
 def played(settings: BusSettings, prompts: Iterable[Prompt], process: subprocess.Popen[bytes]) -> Iterator[Sample]:
-    """The samples of prompts, each of which is sent once all of the one before are there.
+    """Send each prompt once all samples of the previous prompt are on the log, and yield the samples.
 
-    Raises CalledProcessError once there is no run any more, TimeoutError when nothing comes for long.
+    Raises CalledProcessError if the run has ended, TimeoutError if no sample comes for SILENT_SECONDS.
     """
     with closing(Reader(settings, "bench-legs")) as reader, closing(Writer(settings, "bench-legs")) as writer:
         homes = writer.partition_count(PROMPTS)
@@ -139,14 +139,14 @@ def played(settings: BusSettings, prompts: Iterable[Prompt], process: subprocess
         for prompt in prompts:
             writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home_partition(prompt.group_id, homes))
             writer.flush()
-            missing, heard = prompt.group_size, time.monotonic()
+            missing, last_sample_at = prompt.group_size, time.monotonic()
             while missing:
                 items = reader.read(missing, 1.0)
                 if not items and process.poll() is not None:
                     raise subprocess.CalledProcessError(process.returncode, process.args)
                 if items:
-                    heard = time.monotonic()
-                elif time.monotonic() - heard > SILENT_SECONDS:
+                    last_sample_at = time.monotonic()
+                elif time.monotonic() - last_sample_at > SILENT_SECONDS:
                     raise TimeoutError(f"no sample of {prompt.group_id} came for {SILENT_SECONDS:.0f} s")
                 for item in items:
                     if isinstance(item, Envelope) and isinstance(item.record, Sample):
@@ -155,34 +155,36 @@ def played(settings: BusSettings, prompts: Iterable[Prompt], process: subprocess
 
 
 def on_the_bus(times: TurnTimes) -> float:
-    """Seconds from the request to the inbox, less the wait for room, and from the last token to its application."""
+    """Return the seconds from the request to the inbox, without the wait for room, and from the last token to the
+    application of the result.
+    """
     there = times.queued_at - times.requested_at + times.received_at - times.dispatched_at
     return there + times.applied_at - times.finished_at
 
 
-def told(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and p99, in milliseconds."""
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median and p99 in milliseconds."""
     p99 = statistics.quantiles(seconds, n=100)[98]
     return {"median": round(1000 * statistics.median(seconds), 2), "p99": round(1000 * p99, 2)}
 
 
 def checks_of(turns: Sequence[TurnTimes]) -> tuple[list[Check], dict[str, dict[str, float]]]:
-    """The checks, and each leg beside them."""
+    """Return the checks, and the figures of each leg."""
     legs: dict[str, list[float]] = {}
     for times in turns:
         for leg in latency_stages(times):
             legs.setdefault(leg.name, []).append(leg.seconds)
-    figures = told([on_the_bus(times) for times in turns])
+    figures = percentiles([on_the_bus(times) for times in turns])
     bounds = {"median": MEDIAN_MILLISECONDS, "p99": P99_MILLISECONDS}
     against = f"{TRAJECTORIES} trajectories in flight, one engine, {len(turns)} turns"
     checks = [Check(f"bus_{name}", figures[name], "ms", bound, "max", against) for name, bound in bounds.items()]
-    return checks, {name: told(seconds) for name, seconds in legs.items()}
+    return checks, {name: percentiles(seconds) for name, seconds in legs.items()}
 
 
 def main() -> None:
-    """See the module."""
+    """Run the benchmark; see the module."""
     parser = options(__doc__)
-    parser.add_argument("--groups", type=int, default=60, help="of trajectories, one after another")
+    parser.add_argument("--groups", type=int, default=60, help="groups of trajectories, one after another")
     arguments = parser.parse_args()
     if arguments.groups < 2 * FIRST_GROUPS:
         parser.error(f"--groups is at least {2 * FIRST_GROUPS}: the first {FIRST_GROUPS} are not counted")

@@ -1,9 +1,10 @@
-"""Load for the bus benchmark: environments that ask for turns and executors that answer, in one process.
+"""Load for the bus benchmark: environments that request turns and executors that answer, in one process.
 
 Keeps true
-- A turn's latency runs from just before its request is handed to the producer to the moment at which its record has
-  been read from an inbox, on one clock.
-- The same work is done per turn whatever stands between request and inbox: the record is decoded, a result is written.
+- A turn's latency runs from the moment before its request is handed to the producer until its record has been read from
+  an inbox, on one clock.
+- The work for each turn is the same for every program between request and inbox: the record is decoded, and a result is
+  written.
 """
 
 import random
@@ -27,19 +28,19 @@ HEARTBEAT_SECONDS = 0.2
 GROUP_SIZE = 8
 READ_LIMIT = 500
 POLL_SECONDS = 0.001
-"""How long to wait for dispatches before looking whether a request is due."""
+"""Time to wait for dispatches before the next look whether a request is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of trajectories."""
+    """The shape of trajectories."""
 
     first: int
     """Tokens of the first request."""
     more: int
-    """That each one after it appends."""
+    """Tokens that each further request appends."""
     turns: Sequence[int]
-    """One of these, at random."""
+    """Numbers of turns, from which one is drawn at random."""
 
 
 USUAL = Shape(150, 30, range(2, 13))
@@ -55,28 +56,31 @@ class Trajectory:
 
 
 class Executors:
-    """The heartbeats of a fleet with an executor at every inbox, each at its own moment as those of processes are."""
+    """The heartbeats of a fleet with one executor for every inbox.
+
+    The heartbeats are spread over time, as the heartbeats of separate processes are.
+    """
 
     def __init__(self, settings: BusSettings, partitions: Partitions) -> None:
         self._settings = settings
         self._slots, self._cells = partitions.slots, partitions.cells
         self._producer = Producer(settings.producer("bench-executors"))
         self._beats = 0
-        """Sent so far; executors take turns."""
+        """Number of heartbeats sent so far; executors take turns."""
         self._began = time.time()
 
     def beat_if_due(self) -> None:
         now = time.time()
         due = int((now - self._began) / HEARTBEAT_SECONDS * self._slots)
-        self._beats = max(self._beats, due - self._slots)  # after a pause an executor beats once
+        self._beats = max(self._beats, due - self._slots)  # after a pause an executor sends one heartbeat
         while self._beats < due:
-            beat = self._beat(now)
-            topic, cell = self._settings.topic(HEARTBEATS), beat.slot % self._cells
-            self._producer.produce(topic, value=encode(beat), partition=cell)
+            heartbeat = self._next_heartbeat(now)
+            topic, cell = self._settings.topic(HEARTBEATS), heartbeat.slot % self._cells
+            self._producer.produce(topic, value=encode(heartbeat), partition=cell)
             self._beats += 1
         self._producer.poll(0)
 
-    def _beat(self, now: float) -> SlackHeartbeat:
+    def _next_heartbeat(self, now: float) -> SlackHeartbeat:
         rounds, slot = divmod(self._beats, self._slots)
         return SlackHeartbeat(
             worker=f"bench-{slot}",
@@ -98,7 +102,9 @@ class Executors:
 
 
 class Lane:
-    """One way from requests to inboxes: the topics of one namespace, with whatever program carries records between."""
+    """One way from requests to inboxes: the topics of one namespace, with any program that carries records between
+    them.
+    """
 
     def __init__(self, settings: BusSettings, partitions: Partitions, *, routed: bool, shape: Shape = USUAL) -> None:
         self._settings = settings
@@ -116,7 +122,7 @@ class Lane:
         self._sampling = Sampling(max_tokens=2 * NEW_TOKENS)
         self._idle: deque[Trajectory] = deque()
         self._flying: dict[str, tuple[Trajectory, float]] = {}
-        """Turns asked for and not yet in an inbox, with the moment of the request."""
+        """Turns that are requested and not yet in an inbox, with the time of the request."""
         self._opened = 0
 
     @property
@@ -131,7 +137,7 @@ class Lane:
         self._consumer.resume(self._inboxes)
 
     def ask(self) -> None:
-        """Ask for the next turn of some trajectory."""
+        """Request the next turn of one trajectory."""
         if not self._idle:
             self._open_group()
         trajectory = self._idle.popleft()
@@ -144,7 +150,7 @@ class Lane:
             turn=trajectory.turn,
             appended=self._more if trajectory.turn else self._first,
             context_tokens=self._shape.first + trajectory.turn * self._shape.more,
-            digest=bytes(16),  # nobody computes on it
+            digest=bytes(16),  # no executor computes with it
             chain=tuple(range(trajectory.turn)),
             sampling=self._sampling,
             requested_at=now,
@@ -153,7 +159,7 @@ class Lane:
         self._write(REQUESTED, encode(request), trajectory, time.perf_counter())
 
     def take(self, wait_seconds: float) -> list[float]:
-        """Read inboxes and answer what is there; the seconds that each turn took to get there."""
+        """Read the inboxes and answer the dispatches; return the latency of each turn in seconds."""
         first = self._consumer.poll(wait_seconds)
         if first is None:
             self._producer.poll(0)
@@ -182,7 +188,7 @@ class Lane:
         assert isinstance(request, TurnRequest)
         flying = self._flying.pop(request.trajectory_id, None)
         if flying is None:
-            return None  # issued again: the first one was measured
+            return None  # a reissued turn: its first dispatch was measured
         trajectory, asked_at = flying
         result = TurnResult(
             trajectory_id=request.trajectory_id,
@@ -219,7 +225,7 @@ class Lane:
 
 
 def closed_loop(lane: Lane, executors: Executors, *, flying: int, seconds: float) -> tuple[int, float]:
-    """Keep `flying` turns on their way for so long; how many arrived, and in how many seconds."""
+    """Keep `flying` turns in flight for this time; return the number of arrived turns, and the seconds."""
     began, arrived = time.perf_counter(), 0
     while (now := time.perf_counter()) < began + seconds:
         executors.beat_if_due()
@@ -230,7 +236,7 @@ def closed_loop(lane: Lane, executors: Executors, *, flying: int, seconds: float
 
 
 def open_loop(lane: Lane, executors: Executors, *, rate: float, seconds: float, seed: int) -> Sequence[float]:
-    """Ask at random moments, `rate` a second, for so long; then wait for the last. The seconds that each turn took."""
+    """Request turns at random times, `rate` a second, then wait for the last turn. Return the latencies."""
     moments = random.Random(seed)
     due = began = time.perf_counter()
     latencies: list[float] = []
@@ -245,7 +251,7 @@ def open_loop(lane: Lane, executors: Executors, *, rate: float, seconds: float, 
 
 
 def drain(lane: Lane, executors: Executors, *, patience_seconds: float = 60.0) -> None:
-    """Wait until nothing is on its way. Raises TimeoutError when turns do not arrive."""
+    """Wait until no turn is in flight. Raises TimeoutError when turns do not arrive."""
     deadline = time.perf_counter() + patience_seconds
     while lane.flying:
         executors.beat_if_due()

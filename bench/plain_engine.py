@@ -1,11 +1,11 @@
 """The plain reference engine: whole trajectories sampled in one process with transformers and a KV cache.
 
 Keeps true
-- Tokens, loss mask and logprobs come out as they do over the bus: observations as the turn format encodes them, sampled
-  tokens as they are, logprobs of the distribution that was sampled from.
+- Tokens, loss mask and logprobs are the same as over the bus: observations in the encoding of the turn format, sampled
+  tokens unchanged, logprobs of the distribution from which the tokens were sampled.
 - The same model, tasks and generator give the same trajectories.
 
-What the warm start measures itself with, and what `bench/learning.py --reference` trains with.
+The warm start measures itself with this engine, and `bench/learning.py --reference` trains with it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from rose.workers.environments.turn_format import TurnFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one trajectory is to solve."""
+    """The task of one trajectory."""
 
     environment: Callable[[], Environment]
     seed: int
@@ -31,7 +31,7 @@ class Task:
 
 @dataclass(slots=True, kw_only=True)
 class SampledTrajectory:
-    """One trajectory as it grows; the three lists are of equal length."""
+    """One growing trajectory; the three lists have equal length."""
 
     environment: Environment
     tokens: list[int] = field(default_factory=list)
@@ -40,9 +40,9 @@ class SampledTrajectory:
     reward: float = 0.0
     turns: int = 0
     last: Step | None = None
-    """The newest step; `last.success` says how it ended."""
+    """The newest step; `last.success` is the success at the end."""
     cached: int = 0
-    """How many of `tokens` the KV cache holds."""
+    """Number of tokens of `tokens` in the KV cache."""
 
     def append(self, token: int, *, mask: int, logprob: float) -> None:
         self.tokens.append(token)
@@ -58,7 +58,7 @@ def sample_trajectories(
     generator: torch.Generator,
     max_tokens: int,
 ) -> list[SampledTrajectory]:
-    """Play every task to its end at temperature 1; at most `max_tokens` sampled tokens a turn."""
+    """Play every task to its end at temperature 1, with at most `max_tokens` sampled tokens a turn."""
     model.eval()
     trajectories = [SampledTrajectory(environment=task.environment()) for task in tasks]
     batch = _Batch(model, trajectories)
@@ -111,7 +111,9 @@ def _sample_turn(batch: "_Batch", stops: Sequence[int], *, generator: torch.Gene
 
 
 class _Batch:
-    """Trajectories that share a KV cache, a column a position; rows that sit a column out are masked there."""
+    """Trajectories that share a KV cache with one column for each position; rows without a token in a column are masked
+    there.
+    """
 
     def __init__(self, model: Any, rows: list[SampledTrajectory]) -> None:
         from transformers import DynamicCache
@@ -123,13 +125,13 @@ class _Batch:
 
     @torch.no_grad()
     def feed(self, rows: Tensor | None = None) -> Tensor:
-        """Run the model over what it has not seen of these rows (all by default); return each row's next logits."""
+        """Run the model over the new tokens of these rows (by default all rows); return each row's next logits."""
         fresh = [row.tokens[row.cached :] if rows is None or rows[i] else [] for i, row in enumerate(self.rows)]
         width = max(map(len, fresh))
         tokens = torch.zeros(len(fresh), width, dtype=torch.long)
         mask = torch.zeros(len(fresh), width, dtype=torch.long)
         for i, new in enumerate(fresh):
-            # A row's first token stands in column 0, so that no column is ever without anything to attend to.
+            # A row's first token is in column 0, so that every column has a token to attend to.
             head = new[:1] if self._mask.shape[1] == 0 else []
             tail = new[len(head) :]
             tokens[i, : len(head)] = torch.tensor(head, dtype=torch.long)
@@ -151,9 +153,9 @@ class _Batch:
         )
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
-    def keep(self, wanted: Sequence[bool]) -> None:
+    def keep(self, kept: Sequence[bool]) -> None:
         """Drop the other rows from the cache."""
-        indices = [i for i, want in enumerate(wanted) if want]
+        indices = [i for i, keep in enumerate(kept) if keep]
         if len(indices) < len(self.rows):
             self._cache.batch_select_indices(torch.tensor(indices, dtype=torch.long))
             self._mask = self._mask[indices]

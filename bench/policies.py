@@ -1,7 +1,7 @@
-"""Policies of routing that ROSE's is held against, re-made from what their sources say. Each is a few lines.
+"""Routing policies of other projects, with which ROSE's placement is compared, written from their sources.
 
-Keeps true: a policy knows what its source knows. It sends a turn the moment that it is asked for, and the engine queues
-what it cannot run yet. Draws are by seed.
+Keeps true: a policy uses only the information that its source uses. It sends a turn as soon as the turn is requested,
+and the engine queues turns that it cannot run yet. Random draws depend on a seed.
 """
 
 import random
@@ -11,13 +11,14 @@ from typing import Protocol
 from zlib import crc32
 
 CACHE_THRESHOLD = 0.3
-"""Share of a context that must be known for its place to count."""
+"""Least known share of a context for a cached prefix to count."""
 BALANCE_ABSOLUTE, BALANCE_RELATIVE = 64, 1.5
-"""Turns, and times as many, that the busiest may be ahead of the idlest. All three are vllm-router's defaults."""
+"""Largest lead of the busiest executor over the idlest, as a number of turns and as a factor. All three values are the
+defaults of vllm-router."""
 
 
 class Request(Protocol):
-    """What a policy may look at."""
+    """The properties of a request that a policy may use."""
 
     @property
     def trajectory_id(self) -> str: ...
@@ -27,7 +28,10 @@ class Request(Protocol):
 
     @property
     def pieces(self) -> Sequence[int]:
-        """Keys of its context's pieces of `piece_tokens`: equal where all tokens up to a piece's end are."""
+        """Return the keys of its context's pieces of `piece_tokens` tokens.
+
+        Keys are equal if all tokens up to the end of the piece are equal.
+        """
         ...
 
     @property
@@ -35,34 +39,37 @@ class Request(Protocol):
 
 
 class Policy(ABC):
-    """Chooses an executor by its number. `outstanding`: turns that each was sent and has not answered."""
+    """Chooses an executor by its number.
+
+    `outstanding`: number of turns that each executor was sent and has not answered.
+    """
 
     def __init__(self, executors: int) -> None:
         self.outstanding = [0] * executors
 
-    def asked(self, request: Request) -> int:
-        """Choose, and count the turn as outstanding."""
+    def choose(self, request: Request) -> int:
+        """Choose an executor, and count the turn as outstanding."""
         executor = self._choose(request)
         self.outstanding[executor] += 1
         return executor
 
     def answered(self, executor: int) -> None:
-        """A turn has come back."""
+        """Count an answered turn."""
         self.outstanding[executor] -= 1
 
     def ended(self, trajectory_id: str) -> None:  # noqa: B027  most policies keep nothing of it
-        """A trajectory has had its last turn."""
+        """Forget a trajectory after its last turn."""
 
     @abstractmethod
     def _choose(self, request: Request) -> int:
-        """By its number; `asked` counts the turn."""
+        """Return the number of the executor; the caller counts the turn."""
 
     def _idlest(self) -> int:
         return min(range(len(self.outstanding)), key=self.outstanding.__getitem__)
 
 
 class RoundRobin(Policy):
-    """Each executor in turn."""
+    """Chooses the executors in turn."""
 
     def __init__(self, executors: int) -> None:
         super().__init__(executors)
@@ -74,7 +81,9 @@ class RoundRobin(Policy):
 
 
 class PowerOfTwo(Policy):
-    """Of two drawn at random the one with fewer outstanding turns (Mitzenmacher, 2001; vllm-router, `power_of_two`)."""
+    """Draws two executors at random and chooses the one with fewer outstanding turns (Mitzenmacher, 2001; vllm-router,
+    `power_of_two`).
+    """
 
     def __init__(self, executors: int, seed: int) -> None:
         super().__init__(executors)
@@ -86,8 +95,8 @@ class PowerOfTwo(Policy):
 
 
 class Sticky(Policy):
-    """A trajectory stays for life where it began: with the executor of the fewest live trajectories then, ties by a
-    hash of the two (vllm-router, `sticky_least_loaded`).
+    """Keeps a trajectory on its first executor: the one with the fewest live trajectories at that time, ties by a hash
+    of both (vllm-router, `sticky_least_loaded`).
     """
 
     def __init__(self, executors: int) -> None:
@@ -108,18 +117,19 @@ class Sticky(Policy):
 
 
 class RadixTree(Policy):
-    """The executor that was sent the longest known prefix, if it is more than CACHE_THRESHOLD of the context, else the
-    one with the fewest outstanding turns; that one as well while the busiest is ahead of the idlest by both bounds
-    (sglang's gateway and vllm-router, `cache_aware`).
+    """Chooses the executor with the longest known prefix, as `cache_aware` of sglang's gateway and vllm-router.
 
-    Its tree holds what was asked, not what was sampled, as theirs does; of equal prefixes the newest counts. Theirs is
-    pruned at 64 Mi characters, which no workload here comes to.
+    If the prefix is at most CACHE_THRESHOLD of the context, or the busiest executor leads the idlest by both bounds,
+    the policy chooses the executor with the fewest outstanding turns.
+
+    The tree holds requested tokens and not sampled tokens, as in the sources; of equal prefixes the newest counts. The
+    sources prune their tree at 64 Mi characters, which no workload here reaches.
     """
 
     def __init__(self, executors: int) -> None:
         super().__init__(executors)
         self._tree: dict[int, int] = {}
-        """By the key of a prefix: who was sent it last."""
+        """Newest executor of each prefix, by the key of the prefix."""
 
     def _choose(self, request: Request) -> int:
         chosen = self._found(request)
@@ -145,4 +155,4 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "sticky": lambda executors, seed: Sticky(executors),
     "radix tree": lambda executors, seed: RadixTree(executors),
 }
-"""Each by its name, from how many executors there are and a seed."""
+"""Policies by name, created from the number of executors and a seed."""

@@ -1,7 +1,8 @@
-"""The demo's algorithm in one plain process, without a bus: what a run over the bus is held against.
+"""The demo's algorithm in one plain process without a bus, with which a run over the bus is compared.
 
-Keeps true: the same prompts, held-out tasks, loss, step and settings as over the bus; only the engine is another, plain
-transformers, and every sample of a step is `--lag` versions old, where over the bus that differs from sample to sample.
+Keeps true: prompts, held-out tasks, loss, step and settings are the same as over the bus. Only the engine differs
+(plain transformers), and the age of samples: every sample of a step is `--lag` versions old, but over the bus the age
+differs from sample to sample.
 """
 
 import copy
@@ -25,7 +26,7 @@ from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.step import train_step
 
 HELD_OUT_EVERY_STEPS = 10
-"""How often the curve shows held-out success."""
+"""Number of steps between two measurements of held-out success."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,11 +35,11 @@ class Point:
 
     step: int
     reward: float
-    """Mean over the step's samples, as they were sampled."""
+    """Mean reward of the step's samples, as they were sampled."""
     held_out: float | None
-    """Success on the held-out tasks after the step; None where it was not measured."""
+    """Success on the held-out tasks after the step; None if it was not measured."""
     turns: float
-    """Mean of a trajectory."""
+    """Mean number of turns of a trajectory."""
     groups_with_signal: int
     gradient_norm: float
     kl_behaviour: float
@@ -49,7 +50,7 @@ class Point:
 
 @dataclass(slots=True, kw_only=True)
 class Curve:
-    """One run."""
+    """The curve of one run."""
 
     seed: int
     lag: int
@@ -63,7 +64,7 @@ class Reference:
     """The algorithm in one process."""
 
     def __init__(self, settings: Settings, *, lag: int) -> None:
-        """Raises UsageError for a broken model folder or an unknown environment."""
+        """Prepare the run. Raises UsageError for a broken model folder or an unknown environment."""
         self._settings = settings
         self._turn_format = TurnFormat(settings.model.folder)
         self._model = load_policy(settings.model.folder)
@@ -76,14 +77,14 @@ class Reference:
         self._environment = load_environment(settings.tasks.environment)
 
     def held_out(self) -> float:
-        """Success of the present policy on the held-out tasks, with the same luck every time."""
+        """Return the success of the present policy on the held-out tasks, always with the same random numbers."""
         tasks = self._settings.tasks
         seeds = range(tasks.held_out_seed, tasks.held_out_seed + tasks.held_out)
         played = self._play(self._model, seeds, torch.Generator().manual_seed(0))
         return sum(one.last is not None and bool(one.last.success) for one in played) / len(played)
 
     def step(self, prompts: Sequence[Prompt], number: int) -> Point:
-        """Sample the groups of a step with the oldest version kept, and learn from them."""
+        """Sample the groups of a step with the oldest kept version, and learn from them."""
         self._sampler.load_state_dict(self._versions[0])
         began = time.perf_counter()
         seeds = [prompt.task_seed for prompt in prompts for _ in range(prompt.group_size)]
@@ -134,7 +135,7 @@ class Reference:
 
 
 def run_reference(settings: Settings, *, lag: int, show: Callable[[Point], None]) -> Curve:
-    """Train for the configured number of steps; `show` gets every point as it is made."""
+    """Train for the configured number of steps; `show` gets every point at once."""
     torch.set_num_threads(1)
     tasks, per_step, seed = settings.tasks, settings.trainer.groups_per_step, settings.run.seed
     prompts = training_prompts(tasks, run="reference", seed=seed, groups=tasks.steps * per_step)

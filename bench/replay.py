@@ -1,8 +1,8 @@
-"""A router core in a process of its own: replays a recorded history, one part for each line on standard input.
+"""A router core in its own process: replays a recorded history, one part for each line on standard input.
 
 `PYTHONPATH=TREE python -P TREE/bench/replay.py WORKERS TRAJECTORIES TURN_SECONDS DECISIONS PARTS` measures the core of
 the tree TREE. The answer to each line is one line of JSON: the decisions of the part, and the processor time in
-seconds. The arguments and the answers stay as they are: `bench.cores` also runs this program of earlier commits.
+seconds. The arguments and the answers must not change: `bench.cores` also runs this program of earlier commits.
 """
 
 import gc
@@ -15,7 +15,7 @@ from bench.history import HEARTBEAT_SECONDS, Fleet, Recorder
 from rose.pipeline.routing.router import Router
 
 RAMP_TURNS = 2.0
-"""As long as so many turns take: until all trajectories have begun, and most have had a turn."""
+"""Duration of the ramp in turns: all trajectories have begun after it, and most have had a turn."""
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         recorder.record(decisions / trajectories * turn_seconds)
         bounds.append(len(recorder.history))
     history, router = recorder.history, Router()
-    gc.freeze()  # what was recorded is not the core's, nor is the time to look through it
+    gc.freeze()  # the recorded objects and the time to scan them are not the core's
     gc.enable()
     for now, event in history[: bounds[0]]:
         router.on_event(event, now)

@@ -1,18 +1,18 @@
-"""Routing: what the router's placement keeps of prefix caches, what turns wait for that, and who carries the load.
+"""Measures routing: reuse of the prefix caches, the wait of turns, and the spread of the load.
 
     python -m bench.routing                                 on the demo's own multi-turn tasks
-    python -m bench.routing --trace mooncake_trace.jsonl    and on a trace of Mooncake's
+    python -m bench.routing --trace mooncake_trace.jsonl    also on a Mooncake trace
 
-A simulation in simulated time. The router is ROSE's own core, fed with the records of emulated executors (see
-`bench.emulated`: emulated, not measured hardware); beside it stand other policies, re-made in `bench.policies`, on the
-same fleets and arrivals. A record takes no time on the bus, for any of them.
+The benchmark is a simulation in simulated time. The router is ROSE's own core, with the records of emulated executors
+as its input (see `bench.emulated`: emulated, not measured hardware). It is compared with the policies of
+`bench.policies` on the same fleets and arrivals. Records take no time on the bus, for all policies.
 
-- reused: prompt tokens found in the executors' caches, over what one cache without bounds, shared by all, would have.
-- wait: from the moment that a turn is asked for until the step that begins its prefill.
-- turn: mean seconds from the moment that a turn is asked for until it is answered; what ROSE's placement keeps short.
-- load: seconds that what an executor computed takes it with all lanes busy, so that equal loads are work in proportion
-  to what the executors are capable of. The largest over the mean.
-- busy: share of the time in which an executor computed anything; full: that which it would need with all lanes busy.
+- reused: prompt tokens found in the executors' caches, relative to one unlimited cache that all executors share.
+- wait: seconds from the request of a turn until the step that begins its prefill.
+- turn: mean seconds from the request of a turn until its answer, which ROSE's placement minimises.
+- load: largest load of an executor relative to the mean. The load is the time in which the executor would compute its
+  work with all lanes busy, so equal loads are work in proportion to the executors' rates.
+- busy: share of the time in which an executor computed; full: share that it would need with all lanes busy.
 - makespan: seconds from the first request to the last answer.
 
 `--json FILE` writes one object with `checks` and every figure. Exit status 1 if a bound is missed.
@@ -43,14 +43,15 @@ PATIENCE_SECONDS = 1e6
 
 ROSE = "ROSE"
 LEAST_REUSE, MOST_WAIT, MOST_LOAD = 0.97, 0.5, 1.25
-"""Of the oracle's reuse; of sticky's p99; of the mean."""
+"""Bounds: least reuse relative to the oracle, largest p99 wait relative to sticky, largest load relative to the
+mean."""
 
 EPSILON_SECONDS = 1e-3
-"""A p99 of less is no wait: nobody is measured against it."""
+"""Lower bound of a p99 wait that is used as a divisor."""
 
 BUSY = 0.6
-"""Of the time, that the fleet would need with all lanes busy if nothing was computed twice. As lanes are seldom all
-busy, it has something to compute for rather more of the time."""
+"""Share of the time that the fleet would need with all lanes busy if no token was computed twice. Lanes are seldom all
+busy, so the fleet computes for a larger share of the time."""
 
 DEMO_GROUPS = 300
 DEMO_MACHINE = Machine(
@@ -62,7 +63,7 @@ DEMO_MACHINE = Machine(
     block_tokens=32,
     kv_blocks=1024,
 )
-"""The demo's executor in lanes, blocks and memory; its rates are round numbers near those of a core of a laptop."""
+"""Lanes, blocks and memory of the demo's executor; its rates are rounded rates of a laptop's core."""
 
 LARGE_MACHINE = Machine(
     kind="even",
@@ -73,19 +74,18 @@ LARGE_MACHINE = Machine(
     block_tokens=512,
     kv_blocks=8_192,
 )
-"""Some eight GPUs with a model of some 70 billion parameters. Ten such have twice the cache that the trace fills, so
-that what is computed twice is the placement's doing; with half of it (`--cache 0.5`) eviction has a part in it.
-"""
+"""About eight GPUs with a model of about 70 billion parameters. Ten of these have twice the cache that the trace fills,
+so repeated computation is due to the placement; with half of the cache (`--cache 0.5`) eviction contributes too."""
 
 FLEET = {"even": (1.0, 1.0, 4), "compute-rich": (1.0, 0.5, 2), "bandwidth-rich": (0.5, 1.0, 2), "old": (2.0, 2.0, 2)}
-"""By kind: times the seconds of a step, times those of a token, and how many there are."""
+"""Kinds of executors: factor of the step's fixed time, factor of the time per token, and number of executors."""
 
 
 ALIKE = {"even": (1.0, 1.0, 10)}
 
 
 def fleet(machine: Machine, cache: float = 1.0, *, alike: bool = False) -> list[Machine]:
-    """Ten executors, of four kinds or `alike`; `cache`: times the blocks of KV."""
+    """Return ten executors of four kinds, or equal ones with `alike`. `cache` multiplies the KV blocks."""
     return [
         Machine(
             **{
@@ -112,7 +112,7 @@ class Served:
 
 @dataclass
 class Simulation(ABC):
-    """Sessions that ask, and engines that answer. Who sends what where is said by what derives from it."""
+    """Sessions that request turns, and engines that answer. Subclasses decide which engine gets a turn."""
 
     workload: Workload
     served: list[Served] = field(default_factory=list)
@@ -130,24 +130,24 @@ class Simulation(ABC):
     @property
     @abstractmethod
     def engines(self) -> list[Engine]:
-        """By the executor's number."""
+        """Return the engines by executor number."""
 
     def run(self) -> None:
-        """Until every session has had its last turn."""
+        """Run until every session has had its last turn."""
         while self._open:
             self.now, _, act = heapq.heappop(self._due)
             act()
 
     @abstractmethod
-    def asked(self, session: Session, number: int, work: Work) -> None:
-        """A turn is to be sent somewhere."""
+    def on_request(self, session: Session, number: int, work: Work) -> None:
+        """Send a requested turn to an executor."""
 
     @abstractmethod
     def advance(self, executor: int) -> None:
-        """An engine's time has come: take its answers in, by `answered`."""
+        """Take the answers of an engine whose time has come; each goes to `answered`."""
 
     def answered(self, executor: int, finished: Finished) -> None:
-        """Note a turn, and have its session go on."""
+        """Record an answered turn, and continue its session."""
         trajectory_id, number, _ = finished.work.key
         self.served.append(Served(executor, self._asked_at.pop(trajectory_id), finished))
         session = self._sessions[trajectory_id]
@@ -158,13 +158,13 @@ class Simulation(ABC):
         self._ask_at(max(turn.at, self.now + turn.after_seconds), session, number + 1)
 
     def look_again(self, executor: int) -> None:
-        """An engine may have something else ahead of it now."""
+        """Schedule the engine's next event again, because it may have changed."""
         at = self.engines[executor].next_at
         if at < math.inf:
             self._at(at, lambda: self._look(executor, at))
 
     def _look(self, executor: int, at: float) -> None:
-        if self.engines[executor].next_at == at:  # else it is looked at another time
+        if self.engines[executor].next_at == at:  # otherwise the event is outdated
             self.advance(executor)
             self.look_again(executor)
 
@@ -173,20 +173,20 @@ class Simulation(ABC):
 
     def _ask(self, session: Session, number: int) -> None:
         self._asked_at[session.trajectory_id] = self.now
-        self.asked(session, number, work_of(session.turns[number], number, self.workload.max_tokens))
+        self.on_request(session, number, work_of(session.turns[number], number, self.workload.max_tokens))
 
     def _at(self, at: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._due, (at, next(self._order), act))
 
 
 def work_of(turn: Turn, number: int, max_tokens: int) -> Work:
-    """A turn as an engine meets it."""
+    """Return a turn as the engine sees it."""
     key = TurnKey(turn.trajectory_id, number, 0)
     return Work(key, turn.context_tokens, turn.new_tokens, turn.context_tokens + max_tokens, turn.blocks)
 
 
 class PolicySimulation(Simulation):
-    """Another policy before servers that queue what they cannot run."""
+    """Simulates another policy with servers that queue turns which they cannot run."""
 
     def __init__(self, workload: Workload, policy: Policy) -> None:
         super().__init__(workload)
@@ -197,8 +197,8 @@ class PolicySimulation(Simulation):
     def engines(self) -> list[Engine]:
         return self._engines
 
-    def asked(self, session: Session, number: int, work: Work) -> None:
-        executor = self._policy.asked(session.turns[number])
+    def on_request(self, session: Session, number: int, work: Work) -> None:
+        executor = self._policy.choose(session.turns[number])
         self._engines[executor].add(work, self.now)
         self.look_again(executor)
 
@@ -212,7 +212,7 @@ class PolicySimulation(Simulation):
 
 
 class RoseSimulation(Simulation):
-    """The router's core before executors that keep its contract."""
+    """Simulates the router's core with executors that keep its contract."""
 
     def __init__(self, workload: Workload, router: Router | None = None) -> None:
         super().__init__(workload)
@@ -231,7 +231,7 @@ class RoseSimulation(Simulation):
     def engines(self) -> list[Engine]:
         return [executor.engine for executor in self.executors]
 
-    def asked(self, session: Session, number: int, work: Work) -> None:
+    def on_request(self, session: Session, number: int, work: Work) -> None:
         self._works[session.trajectory_id] = work
         before = session.turns[number - 1].context_tokens if number else 0
         goes_on = 0 < before <= work.context_tokens
@@ -279,7 +279,7 @@ class RoseSimulation(Simulation):
 
 
 def figures(simulation: Simulation) -> dict[str, float]:
-    """Of one policy."""
+    """Return the figures of one policy."""
     workload, served = simulation.workload, simulation.served
     waits = [each.finished.scheduled_at - each.asked_at for each in served]
     loads = [0.0] * len(workload.machines)
@@ -303,7 +303,7 @@ def figures(simulation: Simulation) -> dict[str, float]:
 
 
 def measure(workload: Workload, seed: int) -> dict[str, dict[str, float]]:
-    """The figures of every policy, ROSE's first."""
+    """Return the figures of every policy, ROSE's first."""
     executors = len(workload.machines)
     simulations: dict[str, Simulation] = {ROSE: RoseSimulation(workload)}
     simulations |= {name: PolicySimulation(workload, policy(executors, seed)) for name, policy in POLICIES.items()}
@@ -315,7 +315,7 @@ def measure(workload: Workload, seed: int) -> dict[str, dict[str, float]]:
 
 
 def checks_of(workload: Workload, found: dict[str, dict[str, float]]) -> list[Check]:
-    """The bounds on ROSE's figures."""
+    """Return the bounds on ROSE's figures."""
     rose, sticky = found[ROSE], found["sticky"]
     against = f"{workload.turns} turns of {len(workload.sessions)} trajectories, {len(workload.machines)} executors"
     waited = sticky["wait_p99_seconds"]
@@ -351,7 +351,7 @@ def checks_of(workload: Workload, found: dict[str, dict[str, float]]) -> list[Ch
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    """A row for each policy."""
+    """Return a table with one row for each policy."""
     lines = [
         f"  {'':14} {'reused':>7} {'wait p50':>9} {'p99 (s)':>9} {'turn':>8} {'load':>6} {'busy':>6} {'full':>6}"
         f" {'makespan':>9}"
@@ -366,15 +366,15 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the benchmark; see the module."""
     parser = options(__doc__)
-    parser.add_argument("--trace", metavar="FILE", help="a trace of Mooncake's (JSON lines): the second workload")
-    parser.add_argument("--requests", type=int, help="of the trace; all of them if left out")
-    parser.add_argument("--groups", type=int, default=DEMO_GROUPS, help="of the demo's tasks")
-    parser.add_argument("--busy", type=float, default=BUSY, help="the share of the time that the fleet would need")
-    parser.add_argument("--cache", type=float, default=1.0, help="times the KV of the executors that run the trace")
-    parser.add_argument("--alike", action="store_true", help="executors of one kind, not of four")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals, of the scripted player and of draws")
+    parser.add_argument("--trace", metavar="FILE", help="Mooncake trace (JSON lines) as the second workload")
+    parser.add_argument("--requests", type=int, help="requests of the trace; by default all")
+    parser.add_argument("--groups", type=int, default=DEMO_GROUPS, help="groups of the demo's tasks")
+    parser.add_argument("--busy", type=float, default=BUSY, help="share of the time that the fleet would need")
+    parser.add_argument("--cache", type=float, default=1.0, help="factor of the executors' KV memory for the trace")
+    parser.add_argument("--alike", action="store_true", help="use executors of one kind instead of four")
+    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals, scripted policy and random draws")
     arguments = parser.parse_args()
     busy = arguments.busy
     if not 0 < busy < 1:
@@ -404,10 +404,10 @@ def main() -> None:
         checks = checks_of(workload, found)
         met &= all(check.met for check in checks)
         result["checks"] += checks
-        result["workloads"][workload.name] = {"told": workload.told, "policies": found}
+        result["workloads"][workload.name] = {"told": workload.notes, "policies": found}
         if arguments.json != "-":
-            told = "".join(f", {name} {value}" for name, value in workload.told.items())
-            print(f"{workload.name}: {checks[0].against}, emulated; busy {busy}, seed {arguments.seed}{told}")
+            notes = "".join(f", {name} {value}" for name, value in workload.notes.items())
+            print(f"{workload.name}: {checks[0].against}, emulated; busy {busy}, seed {arguments.seed}{notes}")
             print(table(found))
             print(*checks, sep="\n", flush=True)
     keep(result, arguments.json)

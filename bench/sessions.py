@@ -1,16 +1,16 @@
-"""Trajectories for the benchmark of routing: who asks for what, when, and what of it is known already.
+"""Trajectories for the routing benchmark: the turns that each requests, their times, and their known prefixes.
 
 Keeps true
-- A workload is a function of its arguments: the same arrivals for every policy. Within a trajectory the next turn is
-  asked for once the one before is answered.
+- A workload is a function of its arguments: all policies get the same arrivals. Within a trajectory the next turn is
+  requested once the previous turn is answered.
 - Two contexts share as many leading blocks as they share leading keys.
-- Arrivals are spread so that the fleet, were nothing computed twice and all lanes busy, would need a said share of the
-  time for them.
+- Arrivals are spread so that the fleet would be busy for a given share of the time if no token was computed twice and
+  all lanes were busy.
 
 `demo`: the demo's own tasks, groups and bounds, played by the real environment in the real turn format. A scripted
-policy takes the policy's place, which makes a slip now and then, so that trajectories have 2 to 12 turns.
-`mooncake`: a trace of Mooncake's. Requests with the same first block are the turns of one trajectory (no two such share
-anything); a turn comes at the trace's moment, and never before the one before it was answered.
+policy replaces the trained policy. It makes an error now and then, so that trajectories have 2 to 12 turns.
+`mooncake`: a Mooncake trace. Requests with the same first block are the turns of one trajectory (two trajectories share
+nothing). A turn is requested at the time in the trace, and never before the previous turn was answered.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.loadgen.traces import BLOCK_TOKENS, Arrival, read_trace
 
 SLIPS = 0.15
-"""Share of the scripted policy's actions that the tool cannot read: it tries again."""
+"""Share of the scripted policy's actions that the tool cannot read; the policy then tries again."""
 
 ENVIRONMENT_SECONDS = 0.06
-"""Mean time from an answer to the next request, in the demo: what a turn is on the bus."""
+"""Mean time from an answer to the next request in the demo, which is the bus time of a turn."""
 
 PIECE_TOKENS = 4
-"""Of the demo's contexts, for a policy that remembers text; a block of the cache is a multiple."""
+"""Tokens of a piece of the demo's contexts, for policies that remember prefixes; a cache block is a multiple of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Turn:
     pieces: Sequence[int]
     piece_tokens: int
     blocks: Sequence[int]
-    """Keys of the full blocks of its context and of what it samples behind it."""
+    """Keys of the full blocks of its context and of the tokens sampled after it."""
     at: float = 0.0
-    """Seconds; it is asked for no sooner."""
+    """Earliest time of the request, in seconds."""
     after_seconds: float = 0.0
-    """The environment's time, since the answer before."""
+    """The environment's time since the previous answer, in seconds."""
 
 
 @dataclass(slots=True)
@@ -68,16 +68,16 @@ class Session:
 
 @dataclass(slots=True, kw_only=True)
 class Workload:
-    """A fleet and what it is asked."""
+    """A fleet and its requests."""
 
     name: str
     machines: list[Machine]
     max_tokens: int
-    """That a turn may sample."""
+    """Most tokens that a turn may sample."""
     sessions: list[Session]
-    """In the order in which they begin."""
-    told: dict[str, str | float] = field(default_factory=dict)
-    """What a reader of its figures should know."""
+    """Trajectories in the order in which they begin."""
+    notes: dict[str, str | float] = field(default_factory=dict)
+    """Facts that a reader of the figures should know."""
 
     @property
     def turns(self) -> int:
@@ -85,7 +85,7 @@ class Workload:
 
 
 def reusable(workload: Workload) -> list[int]:
-    """For each turn, in the order of the sessions' moments: its tokens that one cache without bounds would have."""
+    """Return the prompt tokens of each turn that one unlimited cache would hold, in the order of the turns' times."""
     block = workload.machines[0].block_tokens
     known: set[int] = set()
     found = []
@@ -99,7 +99,7 @@ def reusable(workload: Workload) -> list[int]:
 
 
 def in_order(sessions: Sequence[Session]) -> Iterator[Turn]:
-    """All turns by their moments; those of a trajectory in their order."""
+    """Yield all turns by time; the turns of a trajectory stay in order."""
     moments = []
     for each, session in enumerate(sessions):
         reached = accumulate((turn.at for turn in session.turns), max)
@@ -108,7 +108,7 @@ def in_order(sessions: Sequence[Session]) -> Iterator[Turn]:
 
 
 def spread(workload: Workload, busy: float) -> float:
-    """Seconds over which the arrivals have to come for the fleet to be busy for that share of them."""
+    """Return the seconds over which the arrivals must be spread for the fleet to be busy for this share of them."""
     rates = [0.0] * len(workload.machines)
     for turn, cached in zip(in_order(workload.sessions), reusable(workload), strict=True):
         for number, machine in enumerate(workload.machines):
@@ -117,7 +117,7 @@ def spread(workload: Workload, busy: float) -> float:
 
 
 def demo(machines: Sequence[Machine], *, groups: int, seed: int, busy: float) -> Workload:
-    """So many groups of the demo's, which begin at random moments."""
+    """Return a workload of demo groups, which begin at random times."""
     configuration = Path(str(files("rose.pipeline.local") / CONFIGURATION))
     settings = load(Common(config=configuration, settings=[])).settings
     draw = random.Random(seed)
@@ -133,7 +133,7 @@ def demo(machines: Sequence[Machine], *, groups: int, seed: int, busy: float) ->
         machines=list(machines),
         max_tokens=settings.environment.max_turn_tokens,
         sessions=sessions,
-        told={"groups": groups},
+        notes={"groups": groups},
     )
     seconds = spread(workload, busy)
     moments = sorted(draw.uniform(0.0, seconds) for _ in range(groups))
@@ -143,7 +143,10 @@ def demo(machines: Sequence[Machine], *, groups: int, seed: int, busy: float) ->
 
 
 def mooncake(trace: str, machines: Sequence[Machine], *, busy: float, requests: int | None = None) -> Workload:
-    """The trace's first `requests`, all if left out; less those that no record could carry. Raises TraceError."""
+    """Return the first `requests` requests of a trace, by default all, without those that no record could carry.
+
+    Raises TraceError.
+    """
     arrivals = read_trace(trace, count=requests)
     by_first: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
@@ -160,12 +163,12 @@ def mooncake(trace: str, machines: Sequence[Machine], *, busy: float, requests: 
         machines=list(machines),
         max_tokens=1 << max(arrival.output_tokens for arrival in arrivals).bit_length(),
         sessions=sessions,
-        told={"longer than a context may be": len(arrivals) - kept},
+        notes={"longer than a context may be": len(arrivals) - kept},
     )
     faster = arrivals[-1].at / spread(workload, busy)
     blocks = {key for session in sessions for turn in session.turns for key in turn.blocks}
-    workload.told["trace played faster by"] = round(faster, 2)
-    workload.told["blocks of cache over those of the trace"] = round(
+    workload.notes["trace played faster by"] = round(faster, 2)
+    workload.notes["blocks of cache over those of the trace"] = round(
         sum(machine.kv_blocks for machine in machines) / len(blocks), 2
     )
     for session in sessions:
@@ -175,7 +178,10 @@ def mooncake(trace: str, machines: Sequence[Machine], *, busy: float, requests: 
 
 
 def _turns(name: str, arrivals: Sequence[Arrival], private: Iterator[int]) -> list[Turn]:
-    """`private`: keys that no context has, for what is sampled and never asked about."""
+    """Return the turns of one trajectory.
+
+    `private`: keys that no context has, for sampled tokens that no request repeats.
+    """
     turns = [
         Turn(
             trajectory_id=name,
@@ -189,16 +195,18 @@ def _turns(name: str, arrivals: Sequence[Arrival], private: Iterator[int]) -> li
         for arrival in arrivals
     ]
     for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        asked = len(turn.blocks)
+        prompt = len(turn.blocks)
         written = (turn.context_tokens + turn.new_tokens) // BLOCK_TOKENS
-        goes_on = following is not None and len(following.pieces) >= written and following.pieces[:asked] == turn.pieces
-        sampled = following.pieces[asked:written] if following and goes_on else islice(private, written - asked)
+        goes_on = (
+            following is not None and len(following.pieces) >= written and following.pieces[:prompt] == turn.pieces
+        )
+        sampled = following.pieces[prompt:written] if following and goes_on else islice(private, written - prompt)
         turn.blocks = (*turn.pieces, *sampled)
     return turns
 
 
 class _ScriptedPolicy:
-    """Works the calculator's sums out in the demo's own tokens, with a slip now and then."""
+    """Solves the calculator's sums in the demo's own tokens, with an error now and then."""
 
     def __init__(self, form: TurnFormat, draw: random.Random, block_tokens: int) -> None:
         self._form = form
@@ -206,7 +214,7 @@ class _ScriptedPolicy:
         self._block_tokens = block_tokens
 
     async def run(self, name: str, seed: int) -> list[Turn]:
-        """The turns of one trajectory of this task."""
+        """Return the turns of one trajectory of this task."""
         environment, turns = Calculator(), []
         observation = await environment.reset(seed, {})
         terms = observation.replace("+", " +").replace("-", " -").split()
@@ -239,7 +247,7 @@ class _ScriptedPolicy:
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:
-    """Of each whole piece: what stands for all tokens up to its end."""
+    """Return one key for each whole piece, which identifies all tokens up to the end of the piece."""
     keys, key = [], 0
     for end in range(PIECE_TOKENS, len(tokens) + 1, PIECE_TOKENS):
         key = hash((key, *tokens[end - PIECE_TOKENS : end]))

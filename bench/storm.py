@@ -1,14 +1,14 @@
-"""Storms, one seed after another: does the law hold, and does nothing stall, whatever is done to every role?
+"""Runs storms with different seeds, and checks that the conservation law holds and no role stalls.
 
     python -m bench.storm --seeds 20                      on the embedded broker
     KAFKA_HOME=... python -m bench.storm --seeds 20       on three nodes of Apache Kafka, which are killed too
 
     KAFKA_HOME=... python -m bench.storm --leaves 30      thirty workers are asked to leave, and nothing else is done
 
-What a storm is stands in `tests/support/storm/plan.py`; among the executors is a server that lends by the word of a
-control app, which also moves executors where there are several cells. What each came to is said on standard error as it
-ends, all together on standard output. `--json FILE` writes one object with `checks` and every storm's figures. Journal
-and logs of a storm that misses a bound are kept, the broker's among them. Exit status 1 if a check is missed.
+`tests/support/storm/plan.py` defines a storm. One executor is a lending server under a control app, which also moves
+executors if there are several cells. The result of each storm goes to standard error when it ends, the results of all
+storms to standard output. `--json FILE` writes one object with `checks` and every storm's figures. The journal and the
+logs, including the broker's, are kept if a storm misses a bound. Exit status 1 if a check is missed.
 """
 
 import os
@@ -33,7 +33,7 @@ LENDERS = 1
 
 
 def storm(seed: int, shape: Shape, *, leaves: int) -> Report:
-    """One storm on a broker of its own; its folder is kept when it misses a bound."""
+    """Run one storm on its own broker; its folder is kept if the storm misses a bound."""
     folder = Path(tempfile.mkdtemp(prefix=f"rose-storm-{seed}-"))
     data = folder / "broker"
     cluster = start_cluster(data, kafka_home=Path(os.environ["KAFKA_HOME"]), nodes=NODES) if shape.nodes else None
@@ -49,7 +49,7 @@ def storm(seed: int, shape: Shape, *, leaves: int) -> Report:
 
 
 def checks_of(reports: list[Report], *, leaves: int) -> list[Check]:
-    """The bounds on all storms together; in each so many were to be asked to leave."""
+    """Return the bounds on all storms together. `leaves`: number of workers that each storm asks to leave."""
     faults = sum(sum(report.faults.values()) for report in reports)
     stall = max(report.stall_seconds for report in reports)
     against = f"{len(reports)} storms, {faults} faults"
@@ -62,9 +62,9 @@ def checks_of(reports: list[Report], *, leaves: int) -> list[Check]:
 
 
 def _checks_of_leaving(reports: list[Report], leaves: int) -> list[Check]:
-    """Everybody leaves well, and nobody waits for whoever left."""
+    """Check that all workers leave with status 0, and that no role waits too long for a worker that left."""
     left = sum((report.left for report in reports), Counter())
-    asked = f"{left.total()} that left, those at the end among them"
+    against = f"{left.total()} that left, those at the end among them"
     fewest = min(report.asked_to_leave for report in reports)
     return [
         Check(
@@ -75,10 +75,10 @@ def _checks_of_leaving(reports: list[Report], leaves: int) -> list[Check]:
             "min",
             f"the fewest of {len(reports)} storms",
         ),
-        Check("left otherwise than with status 0", left.total() - left[0], "", 0, "max", asked),
-        Check("attempts that failed", max(report.attempts_at_fault for report in reports), "", 0, "max", asked),
+        Check("left otherwise than with status 0", left.total() - left[0], "", 0, "max", against),
+        Check("attempts that failed", max(report.attempts_at_fault for report in reports), "", 0, "max", against),
         *(
-            Check(f"longest wait for the {role.value}", seconds, "s", SESSION_SECONDS[role], "max", asked)
+            Check(f"longest wait for the {role.value}", seconds, "s", SESSION_SECONDS[role], "max", against)
             for role in reports[0].waits
             for seconds in [max(report.waits.get(role, 0.0) for report in reports)]
         ),
@@ -86,7 +86,7 @@ def _checks_of_leaving(reports: list[Report], leaves: int) -> list[Check]:
 
 
 def figures_of(report: Report) -> dict[str, Any]:
-    """One storm, for a program to read."""
+    """Return the figures of one storm for JSON."""
     counts = {"faults": report.faults, "crashes": report.crashes, "outcomes": report.outcomes}
     plain = {name: getattr(report, name) for name in ("seed", "seconds", "turns", "repeated", "dropped", "letters")}
     return {
@@ -101,7 +101,7 @@ def figures_of(report: Report) -> dict[str, Any]:
 
 
 def show(reports: list[Report], checks: list[Check]) -> None:
-    """All storms together."""
+    """Print the results of all storms."""
     faults = sum((report.faults for report in reports), Counter())
     outcomes = sum((report.outcomes for report in reports), Counter())
     print(f"{len(reports)} storms, {sum(not report.breaches for report in reports)} clean")
@@ -115,15 +115,13 @@ def show(reports: list[Report], checks: list[Check]) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the storms; see the module."""
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="storms, one after another")
-    parser.add_argument("--first", type=int, default=None, metavar="SEED", help="the first seed; drawn if not given")
+    parser.add_argument("--first", type=int, default=None, metavar="SEED", help="first seed; random if not given")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds of faults in each storm")
-    parser.add_argument(
-        "--leaves", type=int, default=0, metavar="N", help="ask so many workers to leave, and that alone"
-    )
-    parser.add_argument("--cells", type=int, default=1, metavar="N", help="into which homes and executors fall")
+    parser.add_argument("--leaves", type=int, default=0, metavar="N", help="only ask this many workers to leave")
+    parser.add_argument("--cells", type=int, default=1, metavar="N", help="number of cells")
     arguments = parser.parse_args()
     nodes = NODES if "KAFKA_HOME" in os.environ else 0
     if arguments.leaves and not nodes:

@@ -1,8 +1,9 @@
-"""What traces cost a record that is written: `python -m bench.tracing`.
+"""Measures the cost of traces for a written record: `python -m bench.tracing`.
 
-The writer's own processor time of handing a turn's request to the broker's client, in rounds that take turns: as it is
-with no collector named (off), with the look for one left out (blind), and with a collector that is there (on). Off over
-blind is what everybody pays, on over blind what those pay who trace. With `--json FILE` the result is kept.
+The measure is the writer's processor time to hand a turn's request to the Kafka client, in alternating rounds: without
+a collector (off), without the check for a collector (blind), and with a running collector (on). The ratio of off and
+blind is the cost for all users, the ratio of on and blind the cost for users of tracing. `--json FILE` stores the
+result.
 """
 
 import statistics
@@ -27,14 +28,14 @@ from tests.support.otlp_collector import collector
 
 ROUNDS = 41
 RECORDS = 1_000
-"""A round's; as many spans find room on their way to the collector."""
+"""Records of a round; the export queue has room for as many spans."""
 
 CONTEXT = pack_tokens(range(150))
 SAMPLING = Sampling(temperature=1.0, max_tokens=32)
 
 
 class Blind(Writer):
-    """Looks for no exporter."""
+    """A writer without the check for an exporter."""
 
     def write(
         self,
@@ -48,8 +49,11 @@ class Blind(Writer):
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
         ready = record if isinstance(record, EncodedRecord) else encoded(record)
-        name, said = self._settings.topic(topic), [*headers_of(ready.record, trajectory_id), *(headers or {}).items()]
-        self._produce(name, key.encode(), ready.wire, partition, said, on_delivery, counts.written(topic))
+        name, own_headers = (
+            self._settings.topic(topic),
+            [*headers_of(ready.record, trajectory_id), *(headers or {}).items()],
+        )
+        self._produce(name, key.encode(), ready.wire, partition, own_headers, on_delivery, counts.written(topic))
 
 
 def request(number: int) -> TurnRequest:
@@ -67,7 +71,7 @@ def request(number: int) -> TurnRequest:
 
 
 def one_round(writer: Writer, requests: list[TurnRequest]) -> float:
-    """Seconds of this thread's processor time a record."""
+    """Return the processor seconds of this thread per record."""
     began = time.thread_time()
     for each in requests:
         name = each.trajectory_id
@@ -87,7 +91,7 @@ def main() -> None:
         with closing(Blind(settings, "blind")) as blind, closing(Writer(settings, "writer")) as writer:
             for number in range(ROUNDS):
                 ways = [("blind", blind), ("off", writer)]
-                for name, way in ways[:: 1 if number % 2 else -1]:  # who comes first finds colder caches
+                for name, way in ways[:: 1 if number % 2 else -1]:  # the first has colder caches
                     taken[name].append(one_round(way, requests))
                 with tracing.export_traces(found.endpoint, 1.0, role="bench"):
                     taken["on"].append(one_round(writer, requests))

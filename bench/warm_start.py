@@ -3,13 +3,13 @@
     python -m bench.warm_start FOLDER
 
 Keeps true
-- The folder it writes is an ordinary Hugging Face model folder plus `turn_format.json`; transformers and vLLM load it.
-- Demonstrations are played in the environment itself, on seeds below FIRST_HELD_OUT_SEED; the rest is never seen.
+- The written folder is an ordinary Hugging Face model folder plus `turn_format.json`; transformers and vLLM load it.
+- Demonstrations are played in the environment itself, on seeds below FIRST_HELD_OUT_SEED; no other task is used.
 - The same settings on the same machine give the same weights.
 
-The demonstrator knows the way and slips: at every turn, with probability `slip`, it does something else, and takes
-about every second slip back. The policy learns both the way and the slips; telling them apart, by the reward alone, is
-left to RL.
+The demonstrator knows the solution and makes errors: at every turn, with probability `slip`, it does something else,
+and it corrects about every second error. The policy learns the solution and the errors. RL has to tell them apart, by
+the reward alone.
 """
 
 import asyncio
@@ -31,43 +31,43 @@ from rose.workers.environments.turn_format import Frame, TurnFormat
 from rose.workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
 
 FIRST_HELD_OUT_SEED = 10**9
-"""Tasks of seeds from here on are for measuring only; training draws below."""
+"""Tasks with seeds from here on are only for measuring; training draws smaller seeds."""
 
 SPECIALS = ("<pad>", "<act>", "<end>")
-"""Padding; the end of an observation, where the policy goes on; the end of an action, which is the stop token."""
+"""Padding; end of an observation, where the policy continues; end of an action, which is the stop token."""
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
-"""The whole alphabet, printable ASCII: the tokenizer reads other text tasks too."""
+"""The whole alphabet, printable ASCII, so that the tokenizer also reads other text tasks."""
 
 MAX_TURN_TOKENS = 16
-"""An action is at most this long; `-72+9` and its stop token are six."""
+"""Longest action in tokens; `-72+9` and its stop token are six."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartSettings:
-    """How the warm start is made."""
+    """Settings of the warm start."""
 
     seed: int = 0
     min_operands: int = 1
     max_operands: int = 8
     slip: float = 0.28
-    """Chance of the demonstrator to do something else, each turn: sets the success that the policy begins with."""
+    """Probability that the demonstrator makes an error in a turn; this decides the initial success of the policy."""
     repair: float = 0.5
-    """Chance of the demonstrator to notice its slip and try the turn again."""
+    """Probability that the demonstrator notices its error and tries the turn again."""
     steps: int = 2400
     demonstrations_per_step: int = 96
     learning_rate: float = 3e-3
-    """Peak; after a short rise it falls along a cosine to a twentieth."""
+    """Peak learning rate; after a short rise it falls along a cosine to a twentieth."""
     rise_steps: int = 100
 
     @property
     def arguments(self) -> dict[str, JsonValue]:
-        """Of the calculator environment."""
+        """Return the arguments of the calculator environment."""
         return {"min_operands": self.min_operands, "max_operands": self.max_operands}
 
 
 class Demonstrator:
-    """Adds operand by operand, reads the total off the tool, and answers with it; now and then it slips."""
+    """Adds operand by operand, reads the total from the tool and answers with it; sometimes it makes an error."""
 
     def __init__(self, task: str, settings: WarmStartSettings, draw: random.Random) -> None:
         self._operands = re.findall(r"[+-][0-9]", task)
@@ -78,7 +78,7 @@ class Demonstrator:
         self._meant = self._wrote = ""
 
     def act(self) -> str:
-        """The next action."""
+        """Return the next action."""
         left = self._next < len(self._operands)
         self._meant = self._total + self._operands[self._next] if left else "=" + self._total
         slips = self._draw.random() < self._settings.slip
@@ -86,7 +86,7 @@ class Demonstrator:
         return self._wrote
 
     def see(self, observation: str) -> None:
-        """What the environment said to it."""
+        """Take in the environment's observation."""
         if observation == MALFORMED or self._next == len(self._operands):
             return
         if self._wrote == self._meant or self._draw.random() >= self._settings.repair:
@@ -115,7 +115,7 @@ class Demonstrator:
 async def demonstrate(
     turn_format: TurnFormat, seed: int, settings: WarmStartSettings, draw: random.Random
 ) -> tuple[list[int], list[int]]:
-    """Play one task; return its tokens and loss mask, laid out as a trajectory's."""
+    """Play one task; return its tokens and loss mask in the layout of a trajectory."""
     environment = Calculator()
     observation = await environment.reset(seed, settings.arguments)
     demonstrator = Demonstrator(observation, settings, draw)
@@ -135,7 +135,7 @@ async def demonstrate(
 
 
 def build_tokenizer() -> Any:
-    """A `transformers` fast tokenizer, one token a character."""
+    """Return a `transformers` fast tokenizer with one token for each character."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -147,7 +147,7 @@ def build_tokenizer() -> Any:
 
 
 def build_model(seed: int) -> Any:
-    """An untrained Qwen3 of about 250,000 parameters."""
+    """Return an untrained Qwen3 with about 250,000 parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -185,7 +185,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def train(model: Any, turn_format: TurnFormat, settings: WarmStartSettings) -> Iterator[float]:
-    """Fit the model to fresh demonstrations, in place; yields the loss of each step, nats a token."""
+    """Fit the model in place to new demonstrations; yield the loss of each step in nats per token."""
     draw = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(settings.steps):
@@ -223,7 +223,7 @@ def _fit(model: Any, optimizer: torch.optim.Optimizer, rows: Sequence[tuple[list
 def held_out_success(
     model: Any, turn_format: TurnFormat, *, tasks: int, arguments: dict[str, JsonValue], seed: int
 ) -> float:
-    """Share of the first held-out tasks that the model solves, sampled once each at temperature 1."""
+    """Return the share of the first held-out tasks that the model solves, sampled once each at temperature 1."""
     played = sample_trajectories(
         model,
         turn_format,
@@ -241,7 +241,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Where to write the model folder.")],
     seed: Annotated[int, typer.Option(help="Seeds weights and demonstrations.")] = 0,
 ) -> None:
-    """Pre-train the small policy on noisy demonstrations; about ten minutes on one core."""
+    """Pre-train the small policy on noisy demonstrations; this takes about ten minutes on one core."""
     torch.set_num_threads(1)
     settings = WarmStartSettings(seed=seed)
     model = build_model(seed)

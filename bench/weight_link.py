@@ -1,12 +1,12 @@
-"""How long a version takes from the optimizer's step to the last of four receivers, over a slow link.
+"""Measures the time from the optimizer's step until the last of four receivers has a version, over a slow link.
 
-For each rate a network namespace of its own (`unshare`, so it wants root), in which all that the broker sends is
-throttled to that rate (`tc`): the link from the broker to the fleet. In it a broker (Apache Kafka with KAFKA_HOME, as
-slow links need: the embedded one answers with whole partitions), a publisher and one process with four receivers. A
-version is *swapped* once a receiver has fetched, decoded and verified it and has copied it into tensors that stay where
-they are, as an engine's do. The updates are real: the one that `bench.weights --only sizes` kept, forth and back. Then
-the same versions travel as anchors, which is what a dense broadcast sends; the limit beside both is the payload of all
-receivers over the rate.
+Each rate has its own network namespace (`unshare`, which needs root), in which the broker's output is throttled to the
+rate (`tc`): the link from the broker to the fleet. The namespace holds a broker (Apache Kafka with KAFKA_HOME, which
+slow links need: the embedded broker answers with whole partitions), a publisher, and one process with four receivers.
+A receiver has *swapped* to a version once it has fetched, decoded and verified the version and has copied it into
+tensors that stay in place, as an engine's tensors do. The updates are real: the update that `bench.weights --only
+sizes` kept, forward and backward. Then the same versions are sent as anchors, as in a dense broadcast. The limit of
+both is the payload of all receivers divided by the rate.
 """
 
 import argparse
@@ -38,18 +38,18 @@ from rose.workers.weights.receive import WeightReceiver
 from rose.workers.weights.trust import make_trust
 
 RATES = (20, 100, 1000)
-"""Mbit/s."""
+"""Rates in Mbit/s."""
 
 RECEIVERS = 4
 MODEL = "bench"
 DELTAS, DENSE = 4, 1
-"""Versions measured of each kind: a dense one takes minutes on the slowest link."""
+"""Number of measured versions of each kind: a dense version takes minutes on the slowest link."""
 
 PATIENCE_SECONDS = 1200.0
 
 
 def link(folder: Path) -> Section:
-    """Every rate in a namespace of its own. Raises RoseError."""
+    """Measure every rate in its own namespace. Raises RoseError."""
     kept(folder)
     section = Section("link")
     for rate in RATES:
@@ -74,7 +74,7 @@ def link(folder: Path) -> Section:
 
 
 def measure(folder: Path, rate: int) -> dict[str, float | str]:
-    """One rate; this process is in a namespace of its own."""
+    """Measure one rate; this process is in its own namespace."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     versions = [
         {name: torch.from_numpy(words).view(torch.bfloat16) for name, words in each.items()} for each in kept(folder)
@@ -107,17 +107,17 @@ def measure(folder: Path, rate: int) -> dict[str, float | str]:
 
 
 def _publish(publisher: WeightPublisher, tensors: dict[str, Tensor], version: int, fleet: "Fleet") -> tuple[float, int]:
-    """Seconds from here to the last receiver's swap, and the payload's bytes."""
+    """Publish a version; return the seconds until the last receiver's swap, and the payload in bytes."""
     began = time.time()
     manifest = publisher.publish(tensors.items(), version).result()
     return fleet.all_at(version) - began, manifest.payload_bytes
 
 
 def throttle(bootstrap: str, rate: int) -> None:
-    """All that the broker sends in this namespace shares one link of this rate, but for packets under 512 bytes.
+    """Limit the broker's output in this namespace to one link of this rate, except packets under 512 bytes.
 
-    Those are its acknowledgements to the publisher, which is not behind the link: they must not queue behind megabytes
-    for the receivers.
+    Small packets are acknowledgements to the publisher, which is not behind the link: they must not queue behind
+    megabytes for the receivers.
     """
     sent = f"protocol ip u32 match ip sport {bootstrap.rpartition(':')[2]} 0xffff"
     for command in (
@@ -131,22 +131,22 @@ def throttle(bootstrap: str, rate: int) -> None:
 
 
 class Fleet:
-    """The process with the receivers: it says which receiver swapped to what, and when."""
+    """The process with the receivers, which reports each swap with receiver, version and time."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         self._lines = process.stdout
 
     def all_at(self, version: int) -> float:
-        """When the last receiver had swapped to `version`, unix seconds."""
+        """Return the time, in unix seconds, when the last receiver had swapped to `version`."""
         at: dict[int, float] = {}
         while len(at) < RECEIVERS:
             line = self._lines.readline()
             if not line:
                 raise RoseError("the receivers ended")
-            said = json.loads(line)
-            if said["version"] >= version:
-                at[said["receiver"]] = said["at"]
+            swap = json.loads(line)
+            if swap["version"] >= version:
+                at[swap["receiver"]] = swap["at"]
         return max(at.values())
 
 
@@ -162,7 +162,7 @@ def receivers(folder: Path, settings: BusSettings) -> Iterator[Fleet]:
 
 
 def receive(folder: Path, settings: BusSettings) -> None:
-    """Run the receivers until terminated; a line for every swap."""
+    """Run the receivers until the process is terminated; write one line for every swap."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     shapes = {name: words.shape for name, words in kept(folder)[0].items()}
     threads = [Thread(target=_follow, args=(number, settings, shapes)) for number in range(RECEIVERS)]
@@ -178,15 +178,15 @@ def _follow(number: int, settings: BusSettings, shapes: Mapping[str, Sequence[in
     while (staged := receiver.staged(PATIENCE_SECONDS)) is not None:
         for name, tensor in staged.tensors.items():
             resident[name].copy_(tensor)
-        said = {"receiver": number, "version": staged.version, "at": time.time()}
-        print(json.dumps(said) + "\n", end="", flush=True)  # in one piece: the receivers share the pipe
+        swap = {"receiver": number, "version": staged.version, "at": time.time()}
+        print(json.dumps(swap) + "\n", end="", flush=True)  # one write: the receivers share the pipe
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", choices=["measure", "receive"], help="what `bench.weights --only link` starts")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("where", help="Mbit/s to measure, or BusSettings as JSON, to receive from")
+    parser.add_argument("where", help="Mbit/s to measure, or BusSettings as JSON to receive from")
     arguments = parser.parse_args()
     if arguments.program == "receive":
         receive(arguments.folder, BusSettings(**json.loads(arguments.where)))

@@ -1,8 +1,8 @@
-"""How long an engine stands still for a new version: vLLM on SmolLM2-135M, swapped in mid-generation.
+"""Measures how long an engine pauses for a new version: vLLM on SmolLM2-135M, swapped during generation.
 
-Turns are generated all the while; every few steps the engine takes the next version, forth and back between the two of
-the kept update (`bench.weights --only sizes`). Its pause is the time of the swap, which an executor makes once another
-thread has prepared the version; the measure beside it is the median decode step of the same turns in the same run.
+The engine generates turns without interruption. Every few steps it activates the next version, forward and backward
+between the two versions of the kept update (`bench.weights --only sizes`). The pause is the time of the swap, after
+another thread has prepared the version. It is compared with the median decode step of the same turns in the same run.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from bench.weight_speeds import kept
 from rose.schemas.prompts import Sampling
 
 TURNS = 4
-"""Generated side by side."""
+"""Number of turns that generate at the same time."""
 
 SWAPS = 20
 STEPS_BETWEEN = 5
@@ -23,7 +23,7 @@ MOST_STEPS = 2.0
 
 
 def pause(folder: Path) -> Section:
-    """Raises EngineStartError."""
+    """Measure the pause. Raises EngineStartError."""
     import rose.workers.executor.vllm.process_env  # noqa: F401
     from rose.workers.executor.vllm.engine import Engine
     from rose.workers.executor.vllm.types import EngineConfig
@@ -47,7 +47,7 @@ def pause(folder: Path) -> Section:
         for turn in range(TURNS):
             sampling = Sampling(max_tokens=SWAPS * STEPS_BETWEEN + 50)
             engine.add(str(turn), list(range(100 + turn, 164 + turn)), sampling, policy_version=0)
-        for _ in range(STEPS_BETWEEN):  # prefills, and what the first steps warm up
+        for _ in range(STEPS_BETWEEN):  # prefills and the engine's warm-up
             engine.step()
         steps: list[float] = []
         pauses: list[float] = []

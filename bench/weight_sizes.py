@@ -1,8 +1,9 @@
-"""How small an update becomes, beside the entropy of what changed and beside the codecs of other projects.
+"""Measures the size of an update, compared with the entropy of the changes and with the codecs of other projects.
 
-The floor of a tensor: what its changes hold beyond what the receiver knows of each weight, the exponent of the old
-value. Per exponent, n * H(fraction changed) for where and changed * H(step) for what, as if the receiver knew the
-tensor's own frequencies. Steps are those of ordered integers, where neighbouring floats differ by 1.
+The floor of a tensor is the information in its changes, given the exponent of each old value, which the receiver knows.
+For each exponent it is n * H(fraction changed) for the positions plus changed * H(step) for the values, as if the
+receiver knew the tensor's own frequencies. Steps are steps of ordered integers, in which neighbouring floats differ by
+1.
 """
 
 import sys
@@ -20,22 +21,22 @@ from bench.weight_speeds import keep
 from rose.workers.weights.codec import DENSE
 
 STEPS: Mapping[float, int] = {1e-6: 20, 1e-5: 5, 1e-4: 5}
-"""Consecutive updates measured, by learning rate."""
+"""Number of measured consecutive updates for each learning rate."""
 
 KEPT = 1e-6
-"""The learning rate whose last update is kept for the speeds."""
+"""Learning rate whose last update is kept for the speeds."""
 
 MOST_OF_FLOOR, LEAST_OF_PEER = 1.15, 1.8
 
 EXPONENT_SHIFT, EXPONENT_MASK, SIGN = 7, 0xFF, 0x8000
-"""Of bfloat16."""
+"""Bit layout of bfloat16."""
 
 BITS = 8
 
 
 @dataclass
 class Totals:
-    """Sums over updates: weights, changed ones, bits of the floor, bytes by codec, and of ROSE's slices the dense."""
+    """Sums over updates: weights, changed weights, bits of the floor, bytes by codec, and ROSE's dense bytes."""
 
     weights: int = 0
     changed: int = 0
@@ -71,19 +72,19 @@ class Totals:
 
 
 def entropy_bits(counts: NDArray[np.int64]) -> float:
-    """Bits of a whole sequence with these symbol counts under its own frequencies."""
+    """Return the bits of a whole sequence with these symbol counts, coded with its own frequencies."""
     present = counts[counts > 0].astype(np.float64)
     return float(present.sum() * np.log2(present.sum()) - (present * np.log2(present)).sum()) if len(present) else 0.0
 
 
 def ordered(words: Words) -> NDArray[np.int32]:
-    """Words as integers in the order of their values."""
+    """Return words as integers in the order of their values."""
     wide = words.astype(np.int32)
     return np.where(wide & SIGN, SIGN - 1 - (wide & (SIGN - 1)), wide | SIGN)
 
 
 def floor_bits(old: Words, new: Words) -> float:
-    """The entropy of one tensor's changes, given the exponents of its old values."""
+    """Return the entropy of one tensor's changes, given the exponents of its old values."""
     exponents = (old >> EXPONENT_SHIFT) & EXPONENT_MASK
     changed = np.flatnonzero(old != new)
     steps = ordered(new[changed]) - ordered(old[changed])
@@ -98,7 +99,7 @@ def floor_bits(old: Words, new: Words) -> float:
 
 
 def measured(old: Version, new: Version) -> Totals:
-    """One update by every codec; each payload is decoded and compared."""
+    """Encode one update with every codec; each payload is decoded and compared."""
     totals = Totals()
     for before, after in tensors(old, new):
         totals.weights += len(before)
@@ -116,7 +117,7 @@ def measured(old: Version, new: Version) -> Totals:
 
 
 def sizes(folder: Path) -> Section:
-    """Sizes of real updates by learning rate. Leaves one update for the speeds."""
+    """Measure the sizes of real updates by learning rate. Keeps one update for the speeds."""
     section = Section("sizes")
     for learning_rate, steps in STEPS.items():
         taken, total = [], Totals()

@@ -1,8 +1,8 @@
-"""How fast an update is coded and applied on one core, beside the codecs of other projects and a copy of the words.
+"""Measures how fast an update is encoded and applied on one core, compared with other codecs and a copy of the words.
 
-Gigabytes (10^9) of dense words a second of processor time, over all slices of a whole model, one after the other; every
-codec gets the same slices, and applying makes a new array as it does for an engine. Codecs take turns, PASSES times;
-the median counts. Wants a machine with nothing else to do.
+The unit is gigabytes (10^9 bytes) of dense words per second of processor time, over all slices of a whole model, one
+after another. Every codec gets the same slices, and applying makes a new array, as for an engine. Codecs alternate,
+PASSES times; the median counts. The machine should be otherwise idle.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from rose.schemas.errors import RoseError
 PASSES = 5
 
 LEAST = {"encode": 0.6, "apply": 1.2}
-"""GB/s on one core, or less where OF_OTHER times the fastest other codec is less."""
+"""Least GB/s on one core, or OF_OTHER times the fastest other codec, if that is less."""
 OF_OTHER = 4.0
 
 COPY = "copy"
@@ -29,7 +29,7 @@ OLD, NEW = "update-old.safetensors", "update-new.safetensors"
 
 
 def keep(folder: Path, old: Version, new: Version) -> None:
-    """Keep an update to be timed later."""
+    """Keep an update for the speeds."""
     from safetensors.numpy import save_file
 
     for file, version in ((OLD, old), (NEW, new)):
@@ -37,7 +37,7 @@ def keep(folder: Path, old: Version, new: Version) -> None:
 
 
 def kept(folder: Path) -> tuple[Version, Version]:
-    """The update that `keep` kept. Raises RoseError."""
+    """Return the update that `keep` kept. Raises RoseError."""
     from safetensors.numpy import load_file
 
     if not (folder / NEW).exists():
@@ -46,7 +46,7 @@ def kept(folder: Path) -> tuple[Version, Version]:
 
 
 def speeds(folder: Path) -> Section:
-    """Speeds on the update that the sizes left."""
+    """Measure speeds on the kept update."""
     pieces = list(slices(*kept(folder)))
     gigabytes = sum(new.nbytes for _, new in pieces) / 1e9
     payloads = {name: [codec.encode(old, new) for old, new in pieces] for name, codec in CODECS.items()}
@@ -87,7 +87,7 @@ def _copy(pieces: Pieces) -> None:
 
 
 def _rates(passes: Mapping[str, Pass], gigabytes: float) -> dict[str, float]:
-    """GB/s of each, the median of passes that take turns; a first round, which compiles, does not count."""
+    """Return the GB/s of each pass: the median of alternating passes, without the first round, which compiles."""
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(1 + PASSES):
         for name, run in passes.items():

@@ -1,12 +1,12 @@
-"""What the weight transfer saves and costs, on real updates of SmolLM2-135M.
+"""Measures the savings and the cost of the weight transfer, on real updates of SmolLM2-135M.
 
-    python -m bench.weights --only sizes     bytes of real updates, beside entropy and other codecs (minutes)
-    python -m bench.weights --only speeds    coding and applying on one core, on an update that the sizes left
+    python -m bench.weights --only sizes     bytes of real updates, compared with entropy and other codecs (minutes)
+    python -m bench.weights --only speeds    encoding and applying on one core, on the update that `sizes` kept
     python -m bench.weights --only link      seconds to the last of four receivers over slow links (root; minutes)
-    python -m bench.weights --only pause     how long vLLM stands still for a new version
+    python -m bench.weights --only pause     how long vLLM pauses for a new version
 
 Without `--only` all sections run, in this order. `--json FILE` writes one object with `checks` and the tables; `-` is
-standard output. Needs the packages of the extra `bench`; the model is fetched once (bench.weight_deltas).
+standard output. The benchmark needs the packages of the extra `bench`; the model is fetched once (bench.weight_deltas).
 """
 
 import os
@@ -26,11 +26,11 @@ from bench.weight_speeds import speeds
 from rose.schemas.errors import RoseError
 
 SECTIONS: Mapping[str, Callable[[Path], Section]] = {"sizes": sizes, "speeds": speeds, "link": link, "pause": pause}
-"""Each takes the folder where model and update are kept, and is run alone by its name."""
+"""Sections by name. Each gets the folder of the model and the update, and can run alone."""
 
 
 def table(section: Section) -> Table:
-    """The rows of a section, to be looked at."""
+    """Return the rows of a section as a table for the terminal."""
     shown = Table(*section.rows[0], title=section.name)
     for row in section.rows:
         shown.add_row(*(value if isinstance(value, str) else f"{value:,g}" for value in row.values()))
@@ -39,8 +39,8 @@ def table(section: Section) -> Table:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="run this section; may be given again")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"model and update; {FOLDER} by default")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="run this section; repeatable")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"folder of model and update; {FOLDER} by default")
     arguments = parser.parse_args()
     try:
         fetch(arguments.folder)

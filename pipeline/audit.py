@@ -170,11 +170,11 @@ class Ledger:
         `outcomes_from`: the first offset of the outcomes that the log keeps. `forgotten_before`: groups that were
         settled before this time (Unix seconds) may be missing on the log.
         """
-        asked = self._asked(outcomes_from)
+        requested = self._requested(outcomes_from)
         ends: Counter[Outcome] = Counter()
         places: Counter[str] = Counter()
         lost, doubled = [], []
-        for trajectory, group_known in asked.items():
+        for trajectory, group_known in requested.items():
             seen = self._seen.get(trajectory, _TrajectoryRecord())
             if len(seen.outcomes) > 1 or seen.samples > 1:
                 doubled.append(trajectory)
@@ -185,33 +185,33 @@ class Ledger:
             else:
                 lost.append(trajectory)
         return Audit(
-            requested=len(asked),
+            requested=len(requested),
             **{outcome.value: ends[outcome] for outcome in Outcome},
             in_flight=InFlight(places["not_opened"], places["in_a_turn"], places["waiting_for_trainer"]),
             lost=tuple(lost),
             doubled=tuple(doubled),
-            unasked=self._unasked(asked, forgotten_before),
+            unasked=self._unasked(requested, forgotten_before),
         )
 
     def _of(self, trajectory: str) -> _TrajectoryRecord:
         return self._seen.setdefault(trajectory, _TrajectoryRecord())
 
-    def _asked(self, outcomes_from: int) -> dict[str, bool]:
+    def _requested(self, outcomes_from: int) -> dict[str, bool]:
         """Return every requested trajectory, and whether its group was opened."""
-        asked: dict[str, bool] = {}
+        requested: dict[str, bool] = {}
         for group in self._groups.values():
             if group.state is GroupState.REFUSED:
                 continue
             aged = group.outcomes_from < outcomes_from  # some of its outcomes may be deleted
             for name in _names(group.group_id, group.group_size):
                 if not aged or name in self._seen:
-                    asked[name] = True
+                    requested[name] = True
         waiting: set[str] = set()
         for place, prompt in sorted(self._prompts.items()):
             if prompt.group_id not in waiting and self._asks(place, prompt):
                 waiting.add(prompt.group_id)
-                asked |= dict.fromkeys(_names(prompt.group_id, prompt.size), False)
-        return asked
+                requested |= dict.fromkeys(_names(prompt.group_id, prompt.size), False)
+        return requested
 
     def _asks(self, place: PromptPosition, prompt: _PromptRecord) -> bool:
         """Return whether the prompt waits to open its group."""
@@ -222,8 +222,8 @@ class Ledger:
             return group is None and prompt.group_id not in self._known_at_home
         return group is None or (group.state is GroupState.REFUSED and group.offset != place[1])
 
-    def _unasked(self, asked: Iterable[str], forgotten_before: float) -> tuple[str, ...]:
-        known = set(asked)
+    def _unasked(self, requested: Iterable[str], forgotten_before: float) -> tuple[str, ...]:
+        known = set(requested)
         return tuple(
             sorted(
                 name
@@ -272,7 +272,7 @@ class LogAudit:
     audit: Audit
     since: float | None
     """Timestamp in Unix seconds of the oldest record that was read; None if there was no record."""
-    letters: dict[Topic, int]
+    dead_letters: dict[Topic, int]
     """Number of dead letters by topic, of the topics that have any."""
 
 
@@ -300,14 +300,14 @@ def _read(settings: BusSettings) -> LogAudit:
             oldest = [min([message.timestamp_seconds, *oldest])]
             if message.topic is not SAMPLES or (message.partition, message.offset) not in dead_samples:
                 _apply(ledger, message, homes=len(begins[PROMPTS]))
-    letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
-    letters.read()
-    for place in letters.places(PROMPTS):
+    dead_letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
+    dead_letters.read()
+    for place in dead_letters.places(PROMPTS):
         ledger.on_dead_prompt(place)
     with closing(Reader(settings, CLIENT)) as reader:
         outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
     forgotten_before = time.time() - settings.retention.outcomes
-    counts = {topic: count for topic in DEAD_LETTER_SOURCES if (count := letters.count(topic))}
+    counts = {topic: count for topic in DEAD_LETTER_SOURCES if (count := dead_letters.count(topic))}
     audit = ledger.audit(outcomes_from=outcomes_from, forgotten_before=forgotten_before)
     return LogAudit(audit, oldest[0] if oldest else None, counts)
 

@@ -94,7 +94,7 @@ def _working_folder_error() -> UsageError | None:
 
 
 ESCAPED = "rose.escaped"
-"""The name of what writes letters that an encoding does not have."""
+"""The name of what writes characters that an encoding does not have."""
 
 BROKEN_PIPE = 1
 """Exit status when nobody reads on, as typer has it."""
@@ -178,6 +178,6 @@ def _discard(number: int) -> None:
 def _escaped(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    letters = error.object[error.start : error.end]
-    written = [f"\\u{ord(each):04x}" if ord(each) < 0x10000 else f"\\U{ord(each):08x}" for each in letters]
+    characters = error.object[error.start : error.end]
+    written = [f"\\u{ord(each):04x}" if ord(each) < 0x10000 else f"\\U{ord(each):08x}" for each in characters]
     return "".join(written), error.end

@@ -1,6 +1,6 @@
-"""One cell in short: what its router says every second to whoever decides on capacity, who reads no heartbeats.
+"""The summary of a cell, which its router writes every second. The control app decides by summaries, not heartbeats.
 
-A cell is a share of the homes, inboxes and executors with a routing core of its own (`topics.cells`).
+A cell is a share of the homes, inboxes and executors, with its own routing core (`topics.cells`).
 """
 
 from typing import Annotated, ClassVar

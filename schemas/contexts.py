@@ -1,7 +1,6 @@
 """A context put together from the requests that have appended to it.
 
-Keeps true: what is handed out has the length and the digest that its request says; all else is told as
-`ContextMissing`.
+Keeps true: a returned context has the length and the digest of its request; any other case is a `ContextMissing`.
 """
 
 import hashlib

@@ -28,7 +28,7 @@ def message_of(error: BaseException) -> str:
     try:
         return f"{error}".encode(errors="replace").decode()
     except BaseException:  # noqa: BLE001  the caller needs a message whatever the error's own code raises
-        return "it does not let itself be told"
+        return "its text cannot be read"
 
 
 def describe_error(error: BaseException) -> str:

@@ -7,8 +7,8 @@ Keeps true
   One by hand overrides it, until it is deleted.
 - A drain overrides both, and is for every executor, also for one that lends nothing.
 - A grant names the RL job that the worker lends to: at most one on a serving worker.
-- Which cell a worker is to be in is said for every executor, under a key of its own. It holds until another is named:
-  nobody has to renew it, and who was told of none stays where it is.
+- The cell of a worker can be set for every executor, under a separate key. The setting holds without renewal until
+  another cell is set. An executor without the setting stays in its cell.
 
 Example:
     rl-executor-0            lend, for 30 s

@@ -176,7 +176,7 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
 
     SCHEMA: ClassVar[str] = "turn-dispatch/6"
 
-    asked: Annotated[msgspec.Raw, Meta(extra={"record": "TurnRequest"})] = msgspec.field(name="request")
+    request_wire: Annotated[msgspec.Raw, Meta(extra={"record": "TurnRequest"})] = msgspec.field(name="request")
     """Bytes of the TurnRequest as they came, so that fields of a newer writer pass an older router."""
     home: Partition
     """Partition in which the request lay; the result goes there."""
@@ -198,7 +198,7 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     cost: PlacementCost
     queued_at: Moment = 0.0
     """Unix seconds since which this attempt has waited in the router."""
-    begun: Part | None = None
+    partial: Part | None = msgspec.field(default=None, name="begun")
     """Partial output of earlier attempts, from which this attempt goes on."""
 
     @cached_property
@@ -208,9 +208,9 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
         Raises ValueError if it is no TurnRequest; a dispatch that was read has a valid one.
         """
         try:
-            return _request.decode(self.asked)
+            return _request.decode(self.request_wire)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"what was asked is no {TurnRequest.SCHEMA}: {error}") from error
+            raise ValueError(f"the dispatched request is no {TurnRequest.SCHEMA}: {error}") from error
 
     @property
     def key(self) -> TurnKey:

@@ -3,11 +3,11 @@
 Keeps true
 - The wire is plain MessagePack: any implementation reads it.
 - Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
-- Nothing is encoded that would not decode: what a reader would refuse, its writer is told.
+- A record that would not decode is not encoded: the writer gets the error that a reader would get.
 - The header `rose-schema` names the record; bytes under another name are refused.
-- A prompt has no field that is not known: whoever writes one has misspelt it, or asks for what this ROSE cannot do.
-- A prompt says each thing once: of two values under one key a decoder would drop one without a word.
-- Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
+- A prompt has no unknown field: such a field is misspelt, or needs a newer ROSE.
+- A prompt has no repeated key: a decoder would drop one of the values without an error.
+- Only a Prompt may also be JSON, which its first byte shows: MessagePack maps never begin with `{`.
 """
 
 import json
@@ -179,14 +179,14 @@ def _check_field_bounds(record: Record) -> None:
     if (loose := _untyped_fields.get(type(record))) is not None:
         _check_nesting(record, loose(record))
     if isinstance(record, TurnDispatch):
-        record.request  # noqa: B018  (decoded here, it has no flaw that whoever holds the dispatch could meet)
+        record.request  # noqa: B018  (decoded here, so that later accesses cannot fail)
 
 
 def _same_request(record: Record, read: Record) -> bool:
     """Whether a dispatch was read as it was written: then its own request will do, which its writer looks at too."""
     if not isinstance(record, TurnDispatch) or not isinstance(read, TurnDispatch):
         return False
-    return bytes(record.asked) == bytes(read.asked)
+    return bytes(record.request_wire) == bytes(read.request_wire)
 
 
 def _check_nesting(record: Record | type[Record], value: object) -> None:

@@ -79,7 +79,7 @@ def durability_warnings(settings: BusSettings, *, replication_factor: int = 1) -
         for warning in _replica_warnings(number, int(insync) if insync.isdigit() else None, replication_factor):
             topics_of.setdefault(warning, []).append(name)
     sentences += [f"{_topic_names(names)}: {warning}" for warning, names in topics_of.items()]
-    return sentences + [f"this client has no right to {right}, so what is said there is not known" for right in refused]
+    return sentences + [f"this client has no right to {right}, so the settings there are unknown" for right in refused]
 
 
 def _retention_warnings(broker: Mapping[str, str], retention: Retention) -> Iterator[str]:

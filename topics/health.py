@@ -77,7 +77,7 @@ class Health:
     def report_restart(self, reason: str) -> None:
         """Report that the loop has discarded its state and restarts. `reason`: the error that caused it."""
         with self._writing:
-            self._report = LoopReport(f"begins anew: {reason}", False, self._clock(), HUNG_SECONDS)
+            self._report = LoopReport(f"restarts: {reason}", False, self._clock(), HUNG_SECONDS)
             self._restarts.append(self._clock())
             self._times, self._reason = self._times + 1, reason
             self._changed.notify_all()
@@ -112,7 +112,7 @@ class Health:
         status = status_of(self._report, now)
         if len(restarts) < RESTART_LIMIT or now - restarts[0] > RESTART_WINDOW_SECONDS:
             return status
-        sentence = f"{status.sentence} (it has begun anew {self._times} times, at last: {self._reason})"
+        sentence = f"{status.sentence} (it has restarted {self._times} times, last because of: {self._reason})"
         return HealthStatus(status.alive, False, sentence)
 
 

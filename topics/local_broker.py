@@ -393,10 +393,10 @@ def _format(places: list[NodePlace], java: list[str], options: Sequence[str]) ->
         )
         for place in new
     ]
-    said = [formatter.communicate()[0] for formatter in formatters]
-    for place, formatter, told in zip(new, formatters, said, strict=True):
+    outputs = [formatter.communicate()[0] for formatter in formatters]
+    for place, formatter, output in zip(new, formatters, outputs, strict=True):
         if formatter.returncode != 0:
-            raise BrokerFailed(f"Apache Kafka could not format {place.folder / 'log'}: {told.strip()}")
+            raise BrokerFailed(f"Apache Kafka could not format {place.folder / 'log'}: {output.strip()}")
 
 
 def _server(place: NodePlace) -> Path:
@@ -414,8 +414,8 @@ def _java() -> str:
     advice = f"Apache Kafka needs Java {JAVA_VERSION} or newer: install it, or set JAVA_HOME"
     if java is None:
         raise BrokerFailed(f"no Java found{'' if home is None else f' in {home}'}; {advice}")
-    said = subprocess.run([java, "-version"], capture_output=True, encoding="utf-8", errors="replace", check=False)
-    version = re.search(r'version "((?:1\.)?(\d+)[^"]*)"', said.stderr + said.stdout)
+    completed = subprocess.run([java, "-version"], capture_output=True, encoding="utf-8", errors="replace", check=False)
+    version = re.search(r'version "((?:1\.)?(\d+)[^"]*)"', completed.stderr + completed.stdout)
     if version is None or int(version[2]) < JAVA_VERSION:
         raise BrokerFailed(f"{java} is {f'Java {version[1]}' if version else 'no Java'}; {advice}")
     return java

@@ -54,7 +54,7 @@ def signal_safe_setter(event: Event) -> Callable[[], None]:
         requested.get()
         event.set()
 
-    Thread(target=pass_on, name="asked", daemon=True).start()
+    Thread(target=pass_on, name="signal-relay", daemon=True).start()
     return lambda: requested.put(None)
 
 

@@ -330,7 +330,7 @@ class Reader:
         return new_client(IdleConsumer if self._settings.embedded else Consumer, self._config)
 
     def _observer(self) -> Consumer:
-        """A client that is no member of the group and is told committed offsets also while a transaction is open."""
+        """A client outside the group that can read committed offsets while a transaction is open."""
         alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
         return new_client(Consumer, {**alike, "isolation.level": "read_uncommitted"})
 

@@ -303,14 +303,12 @@ REQUIRED_SETTINGS = (
         _number(1, MAX_TRANSACTION_MILLISECONDS),
         f"must be at most {MAX_TRANSACTION_MILLISECONDS}: that of a dead worker holds up all who read behind it",
     ),
-    RequiredSetting(
-        ("group.id", "group.instance.id"), _NEVER, "is what ROSE itself says: groups are told apart by --namespace"
-    ),
-    RequiredSetting(("transactional.id",), _NEVER, "is what ROSE itself says: writers are told apart by --namespace"),
+    RequiredSetting(("group.id", "group.instance.id"), _NEVER, "is set by ROSE: --namespace distinguishes groups"),
+    RequiredSetting(("transactional.id",), _NEVER, "is set by ROSE: --namespace distinguishes writers"),
     RequiredSetting(
         ("on_commit", "on_delivery", "logger", "default.topic.config", "interceptors", "opaque"),
         _NEVER,
-        "cannot be said in text",
+        "cannot be given as text",
     ),
 )
 """The requirements, one for each setting."""
@@ -325,7 +323,7 @@ def check_required_settings(properties: Mapping[str, str], address: str) -> None
         if name in ADDRESS and value != address:
             raise UsageError(f"broker.properties: {name} names a broker: do that by --bootstrap-server alone")
         if name.endswith(CALLBACK_SUFFIX):
-            raise UsageError(f"broker.properties: {name} cannot be said in text")
+            raise UsageError(f"broker.properties: {name} cannot be given as text")
         for relied in REQUIRED_SETTINGS:
             if name in relied.names and not relied.fits(value.lower()):
                 raise UsageError(f"broker.properties: {name} {relied.requirement}")

@@ -123,7 +123,13 @@ def span_of_applied(result: TurnResult, topic: str, *, began: float, now: float)
 
 
 def _producer_span(
-    trajectory_id: str, record: Record, topic: str, parent: str, begins: float, ends: float, **said: AttributeValue
+    trajectory_id: str,
+    record: Record,
+    topic: str,
+    parent: str,
+    begins: float,
+    ends: float,
+    **attributes: AttributeValue,
 ) -> TraceSpan:
     return TraceSpan(
         trajectory_id=trajectory_id,
@@ -133,12 +139,12 @@ def _producer_span(
         kind=SpanKind.PRODUCER,
         begins=min(begins, ends),
         ends=ends,
-        attributes=_messaging_attributes(trajectory_id, topic, "send", **said),
+        attributes=_messaging_attributes(trajectory_id, topic, "send", **attributes),
     )
 
 
 def _messaging_attributes(
-    trajectory_id: str, topic: str, operation: str, **said: AttributeValue
+    trajectory_id: str, topic: str, operation: str, **attributes: AttributeValue
 ) -> dict[str, AttributeValue]:
     return {
         "messaging.system": "kafka",
@@ -146,7 +152,7 @@ def _messaging_attributes(
         "messaging.operation.type": operation,
         "messaging.destination.name": topic,
         "messaging.message.conversation_id": trajectory_id,
-        **{f"rose.{name}": value for name, value in said.items()},
+        **{f"rose.{name}": value for name, value in attributes.items()},
     }
 
 

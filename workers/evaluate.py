@@ -158,8 +158,8 @@ class _Environments:
         """Reset the environment of every task. Raises UsageError or EnvironmentFailed."""
         games = enumerate(self._games)
         jobs = [ResetJob(**self._of(number), seed=game.seed, arguments=dict(arguments)) for number, game in games]
-        for number, begun in self._run_jobs(jobs):
-            self._games[number].tokens = unpack_tokens(begun.observation)
+        for number, reset in self._run_jobs(jobs):
+            self._games[number].tokens = unpack_tokens(reset.observation)
 
     def step(self, actions: Mapping[int, Sequence[int]]) -> list[tuple[int, StepResult]]:
         """Step the environments of these tasks, each with its sampled tokens. Raises EnvironmentFailed."""
@@ -201,12 +201,12 @@ class _Environments:
         The runner answers within the timeout unless an environment blocks its thread; then this raises
         EnvironmentFailed.
         """
-        beats, looks = self._runner.heartbeats, 0
+        heartbeats, looks = self._runner.heartbeats, 0
         while True:
             try:
                 return self._answers.get(timeout=self._timeout_seconds / LOOKS)
             except Empty:
-                beats, looks = self._runner.heartbeats, 0 if self._runner.heartbeats != beats else looks + 1
+                heartbeats, looks = self._runner.heartbeats, 0 if self._runner.heartbeats != heartbeats else looks + 1
             if looks > LOOKS:
                 raise EnvironmentFailed(
                     f"environment {self._name} blocks the thread in which all of them run for longer than "

@@ -128,6 +128,6 @@ def _same(file: str, other: str) -> bool:
 
 
 def _module_of(error: BaseException) -> str:
-    """The module of which the import of another one wanted what it has not; empty where the error tells of none."""
+    """Return the module that lacks an imported name; empty if the error names no module."""
     module = getattr(error, "obj", None) if isinstance(error, AttributeError) else error
     return str(getattr(module, "__name__", None) or getattr(module, "name", None) or "")

@@ -137,16 +137,16 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
             "not: begin with another model"
         )
     for name, known in TAKEN_FOR_GRANTED.get(str(config.get("model_type")), {}).items():
-        said = config.get(name)
-        if said is not None and said not in known:
+        value = config.get(name)
+        if value is not None and value not in known:
             raise ConfigRefused(
-                f"{folder}/{CONFIG} has {name} {said!r}, which vLLM takes for {known[0]!r} and transformers does not: "
+                f"{folder}/{CONFIG} has {name} {value!r}, which vLLM takes for {known[0]!r} and transformers does not: "
                 "begin with another model"
             )
     for name, known in ENGINE_ALONE.get(str(config.get("model_type")), {}).items():
-        if (said := config.get(name)) not in known:
+        if (value := config.get(name)) not in known:
             raise ConfigRefused(
-                f"{folder}/{CONFIG} has {name} {json.dumps(said)}, which vLLM reads and transformers, for a "
+                f"{folder}/{CONFIG} has {name} {json.dumps(value)}, which vLLM reads and transformers, for a "
                 f"{config['model_type']}, takes for {json.dumps(known[0])}: write that"
             )
     for name, none in ENGINE_FIELDS.items():

@@ -8,9 +8,9 @@ Keeps true
   `tokenizer_config.json`, and without its `added_tokens_decoder` also from `special_tokens_map.json` and
   `added_tokens.json`.
 - Tokens that only the other files of the folder define are added as transformers adds them. An added token has the id
-  that the files give; the library `tokenizers` alone would number it anew, without an error.
+  that the files give; the library `tokenizers` alone would assign new numbers, without an error.
 - A folder whose texts transformers' AutoTokenizer reads otherwise is refused. transformers takes some settings from
-  `tokenizer_config.json` (`add_prefix_space`, `fix_mistral_regex`), and makes some tokenizers anew from its own code.
+  `tokenizer_config.json` (`add_prefix_space`, `fix_mistral_regex`), and builds some tokenizers with its own code.
 - The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
   `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
@@ -175,13 +175,13 @@ class _Entry(msgspec.Struct):
     content: str
 
 
-def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = False) -> Any:
+def load_tokenizer(file: Path, *, special: Collection[str] = (), mid_context: bool = False) -> Any:
     """Load a `tokenizers.Tokenizer` from a `tokenizer.json` and the token files in the same folder.
 
     Raises TokenizerError.
 
-    `special`: contents of added tokens that count as special, whatever the files say. `amid`: texts are read as if they
-    followed an added token of a longer text, see `marks_first`.
+    `special`: contents of added tokens that count as special, whatever the files say. `mid_context`: encode texts as
+    if they followed an added token of a longer text, see `marks_first`.
     """
     from tokenizers import Tokenizer
 
@@ -198,19 +198,19 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), amid: bool = Fa
         )
     try:
         fields = msgspec.json.decode(file.read_bytes(), type=Fields)
-        said = msgspec.json.decode(fields.get("added_tokens", NULL), type=list[_Entry] | None) or []
+        entries = msgspec.json.decode(fields.get("added_tokens", NULL), type=list[_Entry] | None) or []
         loaded = {name: fields[name] for name in LOADED if name in fields}
         model = msgspec.json.decode(fields.get("model", NULL), type=Fields | None)
         if model and "dropout" in model:
             loaded["model"] = msgspec.Raw(msgspec.json.encode(model | {"dropout": NULL}))
-        if amid and "pre_tokenizer" in loaded:
+        if mid_context and "pre_tokenizer" in loaded:
             loaded["pre_tokenizer"] = msgspec.Raw(MARKS_FIRST.sub(b'"prepend_scheme":"never"', loaded["pre_tokenizer"]))
         tokenizer: Any = Tokenizer.from_str(msgspec.json.encode(loaded).decode())
     except OSError as error:
         raise TokenizerError(f"{file} is no readable tokenizer: {error.strerror}") from None
     except Exception as error:  # tokenizers raises bare Exception for every broken file
         raise TokenizerError(f"{file} is no readable tokenizer: {' '.join(str(error).split())}") from error
-    _check_ids(tokenizer, {entry.content: entry.id for entry in said}, file)
+    _check_ids(tokenizer, {entry.content: entry.id for entry in entries}, file)
     _add(tokenizer, tokens, file.parent)
     _mark(tokenizer, special)
     return tokenizer
@@ -241,13 +241,13 @@ def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:
     tokenizer.add_tokens(named)
 
 
-def _check_ids(tokenizer: Any, said: Mapping[str, int], where: Path, *files: str) -> None:
+def _check_ids(tokenizer: Any, ids: Mapping[str, int], where: Path, *files: str) -> None:
     """Raises TokenizerError if the tokenizer gives a token another id than the files say."""
-    for content, number in said.items():
+    for content, number in ids.items():
         if (given := tokenizer.token_to_id(content)) != number:
             raise TokenizerError(
                 f"{where}: {' or '.join(files) or 'added_tokens'} says that {content!r} is token {number}, and by the "
-                f"tokens of {TOKENIZER_FILE} it would be {given}: export the tokenizer anew, from where the policy was "
+                f"tokens of {TOKENIZER_FILE} it would be {given}: export the tokenizer again from where the policy was "
                 "trained"
             )
 

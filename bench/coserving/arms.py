@@ -1,20 +1,20 @@
-"""The ways in which serving is measured: alone, and beside rollouts that share its engine or its process.
+"""The arms of the benchmark: serving alone, and serving with rollouts that share its engine or its process.
 
-An arm says how the server is started (`launch`), what runs beside it (`guests`), and what it is held against. Guests
-begin before the users of a window and end after them; their tokens are counted by the moments at which they came.
+An arm defines how the server is started (`launch`), which guests run with it (`guests`), and its bounds. Guests begin
+before the users of a window and end after them; their tokens are counted by the times at which they arrived.
 
-    alone       serving alone; every ratio is over it
-    again       serving alone once more: how far apart two equal arms are is what can be told apart at all
-    rollouts    rollouts alone, no users: what a guest could make of the whole engine
+    alone       serving alone; the denominator of every ratio
+    again       serving alone once more: the difference of two equal arms is the resolution of all ratios
+    rollouts    rollouts alone, without users: what rollouts can make of the whole engine
     priority    stock vLLM's `--scheduling-policy priority`, rollouts at a lower priority, as many as fit in a batch
     cap         rollouts of equal priority, never more than CAP at once
-    guest       a guest alone in a lending server, no users: what it could make of the whole engine
-    unprotected a guest that computes whenever it likes, unless a request waits: no promise holds it back
-    strict      a guest while serving has nothing to do
-    slo         a guest also inside the slack of the two budgets
-    spike       as slo, and every few seconds all trajectories ask at once while a policy version lands
+    guest       a guest alone in a lending server, without users: what a guest can make of the whole engine
+    unprotected a guest that computes unless a request waits, without latency targets
+    strict      a guest that computes while serving has no request
+    slo         a guest that also computes within the slack of the two budgets
+    spike       as slo, and every few seconds all trajectories request turns at once while a policy version arrives
 
-With `--sweep` the guest at other dials as well (SWEEP).
+`--sweep` adds arms with a guest at other dials (SWEEP).
 """
 
 from collections.abc import Iterator
@@ -33,44 +33,47 @@ from rose.workers.lender.admission import STRICT as STRICT_DIAL
 from rose.workers.lender.admission import Promise as Lending
 
 CAP = 4
-"""Rollouts at once where a fixed number of them is what protects serving."""
+"""Number of concurrent rollouts in the arm in which this limit protects serving."""
 
 LATER = 10
-"""The priority of rollouts; users have vLLM's default, 0, and the smaller goes first."""
+"""Priority of rollouts; users have vLLM's default, 0, and the smaller number goes first."""
 
 STOP_SECONDS = 60.0
 
 
 class Guests(Protocol):
-    """Rollouts that run beside serving."""
+    """Rollouts that run together with serving."""
 
-    def beside(self, server: Server) -> AbstractContextManager[RolloutResult]:
-        """They run within the context; when it is left, what it gave holds every token and the moment it came."""
+    def run_with(self, server: Server) -> AbstractContextManager[RolloutResult]:
+        """Run the guests within the context; after it, the result holds every token with its arrival time."""
         ...
 
 
 @dataclass(frozen=True)
 class Requesters:
-    """Rollouts as requests to serving's own engine and model, from a client that keeps so many on their way."""
+    """Rollouts as requests to serving's own engine and model, from a client that keeps a fixed number of requests in
+    flight.
+    """
 
     trajectories: int
     priority: int | None = None
 
-    def beside(self, server: Server) -> AbstractContextManager[RolloutResult]:
-        """Raises ClientError."""
+    def run_with(self, server: Server) -> AbstractContextManager[RolloutResult]:
+        """Run the rollouts. Raises ClientError."""
         return _rolling("rollouts", RolloutTask(server.url, MODEL_NAME, self.trajectories, self.priority, VOCABULARY))
 
 
 @dataclass(frozen=True)
 class Guest:
-    """Rollouts of another model, in the guest of a server that lends."""
+    """Rollouts of another model, in the guest of a lending server."""
 
     trajectories: int
     spike_seconds: float = 0.0
-    """Between two moments at which all trajectories ask at once while a version lands; 0: there are none."""
+    """Seconds between two spikes, in which all trajectories request turns at once while a version arrives; 0: no
+    spikes."""
 
-    def beside(self, server: Server) -> AbstractContextManager[RolloutResult]:
-        """Raises ClientError."""
+    def run_with(self, server: Server) -> AbstractContextManager[RolloutResult]:
+        """Run the guest. Raises ClientError."""
         task = GuestTask(
             socket=str(server.lends_at),
             trajectories=self.trajectories,
@@ -95,22 +98,22 @@ def _rolling(kind: str, task: msgspec.Struct) -> Iterator[RolloutResult]:
 
 @dataclass(frozen=True)
 class Promise:
-    """A bound that an arm is held to."""
+    """A bound on a figure of an arm."""
 
     check: str
     figure: str
-    """One of the arm's (bench.coserving.results.Standing.value)."""
+    """Name of the arm's figure (bench.coserving.results.Standing.value)."""
     bound: float
     direction: str
     against: str
     over: str = ""
-    """The arm whose figure it is divided by."""
+    """Arm whose figure is the divisor."""
     over_figure: str = ""
-    """Which; the same if not given."""
+    """Name of the divisor's figure; empty: the same figure."""
     below: str = ""
-    """The arm from whose figure it is subtracted."""
+    """Arm from whose figure the figure is subtracted."""
     above: str = ""
-    """The arm whose figure is subtracted from it."""
+    """Arm whose figure is subtracted."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class Arm:
     guests: Guests | None = None
     users: bool = True
     guests_alone: str = ""
-    """The arm without users that these guests' harvest is a share of."""
+    """Arm without users whose throughput is the reference of these guests' harvest."""
     promises: tuple[Promise, ...] = ()
 
 
@@ -135,12 +138,12 @@ YIELD_SECONDS = Lending().yield_seconds
 SPIKE_SECONDS = 5.0
 
 TRAJECTORIES = 16
-"""Of a guest: what keeps its batch full."""
+"""Number of trajectories that keep a guest's batch full."""
 
 STRICT, SLO = "strict", "slo"
 
 FAILED = Promise("failed", "failed_worst", 0, "max", "users' requests of the window with the most")
-"""A failed request has no latency, so that no percentile shows it."""
+"""A failed request has no latency, so no percentile shows it."""
 
 ARMS = (
     Arm(

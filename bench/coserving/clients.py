@@ -1,15 +1,15 @@
-"""The clients, each a process of its own: users of serving, and rollouts that ask for turns.
+"""The clients, each in its own process: users of serving, and rollouts that request turns.
 
-    python -m bench.coserving.clients users      the requests of a trace, each at its moment (open loop)
-    python -m bench.coserving.clients rollouts   a fixed number of trajectories, always asking (closed loop)
+    python -m bench.coserving.clients users      the requests of a trace, each at its time (open loop)
+    python -m bench.coserving.clients rollouts   a fixed number of trajectories, always requesting (closed loop)
 
-A client reads its task as a line of JSON, says that it is ready, and reads one more line: users the moment at which
-their window begins, rollouts nothing until they are told to stop. Its last line is what it measured.
+A client reads its task as one line of JSON, reports that it is ready, and reads one more line: users read the start
+time of their window, rollouts read the end of the run. The last line of output is the result.
 
 Keeps true
-- A user never waits for an answer before the next request is sent.
-- How late a client was is measured and told: of each request, and of a timer that runs all the while.
-- A trajectory asks for its next turn with all its tokens so far, so that its prefix is in a cache where one holds it.
+- A user sends each request on time, without waiting for earlier answers.
+- The lateness of a client is measured and reported: of each request, and of a timer that runs during the window.
+- A trajectory requests its next turn with all its tokens so far, so that a prefix cache can hold its prefix.
 """
 
 import argparse
@@ -26,74 +26,75 @@ from rose.workers.loadgen.requests import StreamedCompletion, completion_body, h
 from rose.workers.loadgen.traces import FIRST_WORD, Request
 
 REQUEST_SECONDS = 120.0
-"""After which a request has failed."""
+"""Time after which a request has failed."""
 
 TICK_SECONDS = 0.01
-"""Of the timer that tells how late a client is."""
+"""Interval of the timer that measures how late a client is."""
 
 LESS_URGENT = 5
-"""How much nicer rollouts are than users, whose clocks are what is measured with."""
+"""Increase of the rollouts' nice value over the users', whose clocks are the measuring instrument."""
 
 PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS, TURNS = 96, 48, 24, 5
-"""Of a rollout's trajectory: what it begins with, samples, is told between turns, and how many turns it has."""
+"""Shape of a trajectory: tokens of the prompt, sampled tokens of a turn, tokens of an observation, and number of
+turns."""
 
 
 class UserTask(msgspec.Struct, frozen=True):
-    """What a process of users is to send."""
+    """The requests that a process of users sends."""
 
     url: str
     model: str
     salt: str
-    """Of the cache: what another window left there is not found."""
+    """Salt of the prefix cache, so that entries of another window are not found."""
     requests: list[Request]
 
 
 class RolloutTask(msgspec.Struct, frozen=True):
-    """What a process of rollouts is to keep going."""
+    """The rollouts that a process keeps running."""
 
     url: str
     model: str
     trajectories: int
     priority: int | None
-    """Of its requests, where the server knows priorities; larger is later."""
+    """Priority of its requests, if the server schedules by priority; a larger number is scheduled later."""
     vocabulary: int
 
 
 class UserResult(msgspec.Struct):
-    """What users measured."""
+    """The measurements of users."""
 
     answers: list[StreamedCompletion]
     ticks: list[float]
-    """Seconds that each tick of the timer was behind."""
+    """Delay of each tick of the timer, in seconds."""
 
 
 class RolloutResult(msgspec.Struct):
-    """What rollouts got: when, and how many tokens; lists of equal length."""
+    """Times at which rollouts received tokens, and numbers of tokens; lists of equal length."""
 
     moments: list[float]
     counts: list[int]
     errors: list[str]
     steps: int = 0
-    """Of a guest; this and the next four are its host's word."""
+    """Number of a guest's steps; this and the next four fields are reported by the guest's host."""
     step_seconds: float = 0.0
-    """That they took."""
+    """Total time of the steps."""
     longest_seconds: list[float] = []
-    """Of each report, the longest piece of the guest's work since the one before."""
+    """Longest piece of the guest's work since the previous report, for each report."""
     computed_seconds: list[float] = []
-    """The same in processor time of the thread that computes both."""
+    """The same in processor time of the thread that computes serving and guest."""
     held_back: dict[str, int] = {}
-    """How often the guest might not compute, by why."""
+    """How often the guest was not admitted, by reason."""
 
 
 async def send_requests(task: UserTask, start: float) -> UserResult:
-    """Send every request at its moment after `start`; return when all are answered."""
+    """Send every request at its time after `start`; return when all are answered."""
     ticks: list[float] = []
     async with http_session(REQUEST_SECONDS) as client:
         ticking = asyncio.create_task(_tick(ticks, start))
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(_at_its_moment(client, task, each, start)) for each in task.requests]
+            tasks = [group.create_task(_at_its_moment(client, task, each, start)) for each in task.requests]
         ticking.cancel()
-    return UserResult([each.result() for each in asked], ticks)
+    return UserResult([each.result() for each in tasks], ticks)
 
 
 async def _at_its_moment(
@@ -101,8 +102,8 @@ async def _at_its_moment(
 ) -> StreamedCompletion:
     due = start + request.at
     await asyncio.sleep(due - time.monotonic())
-    wanted = completion_body(task.model, request.prompt, request.tokens, temperature=0.0, cache_salt=task.salt)
-    return await stream_completion(client, task.url, wanted, due=due)
+    body = completion_body(task.model, request.prompt, request.tokens, temperature=0.0, cache_salt=task.salt)
+    return await stream_completion(client, task.url, body, due=due)
 
 
 async def _tick(ticks: list[float], start: float) -> None:
@@ -114,7 +115,7 @@ async def _tick(ticks: list[float], start: float) -> None:
 
 
 async def run_rollouts(task: RolloutTask, rolled: RolloutResult) -> None:
-    """Keep the trajectories going until this is cancelled."""
+    """Keep the trajectories running until this task is cancelled."""
     salt = f"rollouts-{time.monotonic()}"
     async with http_session(REQUEST_SECONDS) as client, asyncio.TaskGroup() as group:
         for number in range(task.trajectories):
@@ -134,25 +135,25 @@ async def _run_trajectory(
     while True:
         context = words(draw, PROMPT_TOKENS, task.vocabulary)
         for _ in range(TURNS):
-            wanted = completion_body(task.model, list(context), TURN_TOKENS, temperature=1.0, **more)
-            answer = await stream_completion(client, task.url, wanted, due=time.monotonic(), on_tokens=count)
+            body = completion_body(task.model, list(context), TURN_TOKENS, temperature=1.0, **more)
+            answer = await stream_completion(client, task.url, body, due=time.monotonic(), on_tokens=count)
             if answer.error:
                 rolled.errors.append(answer.error)
-                await asyncio.sleep(0.1)  # a server that refuses is not asked without a pause
+                await asyncio.sleep(0.1)  # pause before a server that refuses gets another request
                 break
             context += words(draw, OBSERVATION_TOKENS, task.vocabulary)
 
 
 def words(draw: random.Random, count: int, vocabulary: int) -> list[int]:
-    """Token ids at random."""
+    """Return random token ids."""
     return draw.choices(range(FIRST_WORD, vocabulary), k=count)
 
 
 async def _roll_until_told(task: RolloutTask) -> RolloutResult:
     rolled = RolloutResult([], [], [])
     rolling = asyncio.create_task(run_rollouts(task, rolled))
-    told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
-    await asyncio.wait((rolling, told), return_when=asyncio.FIRST_COMPLETED)
+    stopping = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+    await asyncio.wait((rolling, stopping), return_when=asyncio.FIRST_COMPLETED)
     rolling.cancel()
     await asyncio.wait((rolling,))
     if not rolling.cancelled():

@@ -1,4 +1,4 @@
-"""What lending gives and what it costs, over the dial: a picture of a run's sweep."""
+"""Plots the gain and the cost of lending over the dial, from a run's sweep."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +19,10 @@ PANELS = {
 
 
 def draw(found: Mapping[str, Standing], file: Path) -> None:
-    """Guest tokens a second against how far latencies were stretched, an arm a point and its windows a cross; the line
-    is what a guest makes of the whole engine. One HTML file; without points where serving alone has no window.
+    """Plot guest tokens a second over the stretch of latencies, as one HTML file.
+
+    Each arm is a point, and each of its windows a cross; the line is the throughput of a guest with the whole engine.
+    The plot has no points if serving alone has no window.
     """
     lending = {name: each for name, each in found.items() if each.ratios and each.value(TOKENS) > 0}
     whole = [each.value(TOKENS) for each in found.values() if not each.requests]
@@ -34,7 +36,8 @@ def draw(found: Mapping[str, Standing], file: Path) -> None:
             error_y=_spread([each.summaries[TOKENS] for each in lending.values()], 1.0),
             text=list(lending),
             mode="markers+text",
-            textposition=[f"{('bottom', 'top')[place % 2]} right" for place in range(len(lending))],  # or names overlap
+            # Alternate positions keep names apart.
+            textposition=[f"{('bottom', 'top')[place % 2]} right" for place in range(len(lending))],
             marker={"size": 11, "color": "#3b6fb6"},
             row=1,
             col=column,
@@ -49,7 +52,7 @@ def draw(found: Mapping[str, Standing], file: Path) -> None:
 
 
 def _spread(summaries: Sequence[Summary], over: float) -> dict[str, Any]:
-    """From the median to the highest and the lowest window, as a share of `over`."""
+    """Return the distances from the median to the highest and the lowest window, as a share of `over`."""
     return {
         "array": [(each.high - each.median) / over for each in summaries],
         "arrayminus": [(each.median - each.low) / over for each in summaries],

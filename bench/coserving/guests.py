@@ -1,11 +1,12 @@
-"""The sidecar of a lending server, with trajectories in place of a bus: submits turns to the guest, counts tokens.
+"""The sidecar of a lending server, with trajectories instead of a bus: submits turns to the guest and counts tokens.
 
     python -m bench.coserving.guests
 
-It reads its task as a line of JSON, says that it is ready, and goes on until it is told to stop by another line; its
-last line is what it measured.
+The program reads its task as one line of JSON, reports that it is ready, and runs until it reads another line. Its last
+line of output is the result.
 
-Keeps true: a turn's tokens are counted when they came, evenly from its first to its last; the engine tells both.
+Keeps true: a turn's tokens are counted at their arrival times, spread evenly from the first to the last token; the
+engine reports both times.
 """
 
 import itertools
@@ -49,10 +50,10 @@ from rose.workers.executor.ipc.messages import (
 from rose.workers.lender.sidecar_link import connect
 
 LOOK_SECONDS = 0.002
-"""Between two looks for reports, as an executor's."""
+"""Time between two looks for reports, as in an executor."""
 
 GIVE_UP_SECONDS = 10.0
-"""For the turns that are under way in the end."""
+"""Time for the open turns at the end."""
 
 
 class GuestTask(msgspec.Struct, frozen=True):
@@ -62,13 +63,16 @@ class GuestTask(msgspec.Struct, frozen=True):
     trajectories: int
     vocabulary: int
     model: str
-    """Folder of the guest's model: what lands as a policy version."""
+    """Folder of the guest's model, whose weights arrive as policy versions."""
     spike_seconds: float
-    """Between two spikes; 0: there are none."""
+    """Seconds between two spikes; 0: no spikes."""
 
 
 class Trajectories:
-    """Turns of a number of trajectories, each asked for when the one before has been answered and there is room."""
+    """Turns of several trajectories.
+
+    Each turn is requested when the previous turn has been answered and there is room.
+    """
 
     def __init__(self, task: GuestTask, link: EngineClient, version: int) -> None:
         self._link = link
@@ -86,11 +90,11 @@ class Trajectories:
         self._due = deque(range(task.trajectories))
         """Trajectories whose next turn waits for room."""
         self._room_tokens = 0
-        """That open turns may hold, as the engine said last."""
+        """Tokens that open turns may hold, by the newest report of the engine."""
         self.rolled = RolloutResult([], [], [])
 
     def _spike(self) -> None:
-        """All trajectories ask at once, and a version lands."""
+        """Request turns of all trajectories at once, and send a version."""
         self._next_spike = time.monotonic() + self._spike_seconds
         self.give_up()
         if not self._changing:
@@ -99,12 +103,12 @@ class Trajectories:
 
     def _ask_on(self) -> None:
         held = sum(len(self._contexts[number]) + TURN_TOKENS for number in self._open.values())
-        while self._due and held + (asked := self._next_tokens(self._due[0])) <= self._room_tokens:
-            held += asked
+        while self._due and held + (tokens := self._next_tokens(self._due[0])) <= self._room_tokens:
+            held += tokens
             self._ask(self._due.popleft())
 
     def _next_tokens(self, number: int) -> int:
-        """That the next turn of a trajectory may come to hold."""
+        """Return the most tokens that the trajectory's next turn may hold."""
         first = self._turns[number] % TURNS == 0
         before = PROMPT_TOKENS if first else len(self._contexts[number]) + OBSERVATION_TOKENS
         return before + TURN_TOKENS
@@ -123,7 +127,7 @@ class Trajectories:
         self._link.send(SubmitTurn(name, pack_tokens(self._contexts[number]), sampling, self._version))
 
     def read_reports(self, *, more: bool) -> int:
-        """Take reports in, ask on if `more`; returns how many turns are open."""
+        """Read reports, and request further turns if `more`; return the number of open turns."""
         self._link.wait(LOOK_SECONDS)
         if more and time.monotonic() >= self._next_spike:
             self._spike()
@@ -142,7 +146,7 @@ class Trajectories:
             elif isinstance(report, WeightsActivated):
                 self._version, self._changing = report.version, False
             elif isinstance(report, TurnRejected) and "policy version" in report.reason:
-                number = self._open.pop(report.name)  # it was on its way while the version changed
+                number = self._open.pop(report.name)  # the turn was under way while the version changed
                 self._turns[number] -= 1
                 self._due.append(number)
             elif isinstance(report, TurnRejected):
@@ -160,7 +164,7 @@ class Trajectories:
         return len(self._open)
 
     def give_up(self) -> None:
-        """Every open turn comes back with what it has."""
+        """Abort every open turn; each returns its partial output."""
         for name in self._open:
             self._link.send(AbortTurn(name))
 
@@ -173,19 +177,19 @@ class Trajectories:
         self.rolled.counts += [1] * made
 
 
-def run_beside(task: GuestTask, told: threading.Event) -> RolloutResult:
-    """Until it is told to stop. Raises EngineBroken, or OSError where no server lends."""
+def run_beside(task: GuestTask, stop: threading.Event) -> RolloutResult:
+    """Run until `stop` is set. Raises EngineBroken, or OSError if no server lends."""
     with closing(connect(Path(task.socket))) as end:
         link = EngineClient(end.channel, end.connection.fileno())
         link.send(Resume())
-        tick = link.wait_until_ready(told)
+        tick = link.wait_until_ready(stop)
         while tick is not None and tick.suspended_reason:
-            tick = link.wait_until_ready(told)
+            tick = link.wait_until_ready(stop)
         print("ready", flush=True)
         if tick is None:
             return RolloutResult([], [], [])
         trajectories = Trajectories(task, link, tick.version)
-        while not told.is_set():
+        while not stop.is_set():
             trajectories.read_reports(more=True)
         trajectories.give_up()
         deadline = time.monotonic() + GIVE_UP_SECONDS
@@ -194,16 +198,16 @@ def run_beside(task: GuestTask, told: threading.Event) -> RolloutResult:
         return trajectories.rolled
 
 
-def _until_told(told: threading.Event) -> None:
+def _set_after_line(stop: threading.Event) -> None:
     sys.stdin.readline()
-    told.set()
+    stop.set()
 
 
 def main() -> None:
     os.nice(LESS_URGENT)
-    task, told = msgspec.json.decode(sys.stdin.readline(), type=GuestTask), threading.Event()
-    threading.Thread(target=_until_told, args=(told,), daemon=True).start()
-    print(msgspec.json.encode(run_beside(task, told)).decode(), flush=True)
+    task, stop = msgspec.json.decode(sys.stdin.readline(), type=GuestTask), threading.Event()
+    threading.Thread(target=_set_after_line, args=(stop,), daemon=True).start()
+    print(msgspec.json.encode(run_beside(task, stop)).decode(), flush=True)
 
 
 if __name__ == "__main__":

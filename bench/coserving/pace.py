@@ -1,8 +1,8 @@
-"""How fast the trace is played: found once by measuring, then the same for every arm.
+"""The pace at which the trace is replayed: measured once, then the same for every arm.
 
 Keeps true
-- The pace that is found keeps serving alone busy between LEAST and MOST of a window, in a window that was measured.
-- The first guess is that of requests that never meet; from there on each window corrects the next.
+- The pace keeps serving alone busy between LEAST and MOST of a window, and this was measured in a window.
+- The first guess assumes requests that never overlap; each window corrects the next guess.
 """
 
 import asyncio
@@ -18,26 +18,26 @@ from rose.schemas.errors import RoseError
 from rose.workers.loadgen.requests import StreamedCompletion, completion_body, http_session, stream_completion
 from rose.workers.loadgen.traces import TraceWindow
 
-LEAST, WANTED, MOST = 0.17, 0.24, 0.33
-"""Busy share of serving alone: within the fleet's 15 to 35 % also in another window."""
+LEAST, TARGET, MOST = 0.17, 0.24, 0.33
+"""Busy share of serving alone: least, target and most. Other windows then stay within 15 to 35 % too."""
 
 FAINTEST = 0.02
-"""A share that is this near to 0 or to 1 says no more than that it is."""
+"""Distance from 0 or 1 below which a busy share has no information about the load."""
 
 WINDOWS = 5
-"""Measured at most."""
+"""Most windows of the search."""
 
 UNLOADED_REQUESTS = 40
 WARM_REQUESTS = 10
-"""Before these: a new server's first answers are slow."""
+"""Number of requests before the search: a new server's first answers are slow."""
 
 
 class PaceError(RoseError):
-    """No pace keeps serving as busy as it should be."""
+    """There is no pace with the required busy share."""
 
 
 def unloaded(server: Server, work: TraceWindow) -> list[StreamedCompletion]:
-    """Requests of the slice, evenly taken, each sent when the one before was answered. Raises PaceError."""
+    """Send evenly selected requests of the slice, one after another. Raises PaceError."""
     step = max(1, len(work.requests) // UNLOADED_REQUESTS)
     chosen = list(itertools.islice(itertools.cycle(work.requests[::step]), WARM_REQUESTS + UNLOADED_REQUESTS))
     salt = f"unloaded-{time.monotonic()}"
@@ -64,22 +64,22 @@ def unloaded(server: Server, work: TraceWindow) -> list[StreamedCompletion]:
 
 
 def first_guess(answers: Sequence[StreamedCompletion], work: TraceWindow) -> float:
-    """The pace at which these requests would keep an engine WANTED busy if they never met."""
+    """Return the pace at which these requests would keep an engine TARGET busy if they never overlapped."""
     each = sum(engine_seconds(answer) for answer in answers) / len(answers)
-    return WANTED * work.seconds / (each * len(work.requests))
+    return TARGET * work.seconds / (each * len(work.requests))
 
 
 def load(busy: float) -> float:
-    """Requests held at a time, on average, if they came at random and none waited for another."""
+    """Return the mean number of concurrent requests, for random arrivals and no queueing."""
     return -math.log1p(-min(max(busy, FAINTEST), 1 - FAINTEST))
 
 
 def search(busy_at: Callable[[float], float], guess: float) -> float:
-    """A pace at which the busy share was measured to be right, from this one on. Raises PaceError."""
+    """Return a pace with a measured busy share within the bounds, starting from `guess`. Raises PaceError."""
     pace = guess
     for _ in range(WINDOWS):
         busy = busy_at(pace)
         if LEAST <= busy <= MOST:
             return pace
-        pace *= load(WANTED) / load(busy)
+        pace *= load(TARGET) / load(busy)
     raise PaceError(f"at no pace tried was serving alone busy {LEAST:.0%} to {MOST:.0%} of the time: give one")

@@ -1,4 +1,4 @@
-"""A run as tables for a person."""
+"""Prints a run as tables."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ FIGURES = {
     "failed": "failed requests",
 }
 WIDE = 200
-"""Columns where no terminal says how many there are."""
+"""Number of columns without a terminal."""
 
 SHARES = ("ttft_attainment", "tpot_attainment", "busy", "prefix_hit_rate")
 
@@ -43,14 +43,14 @@ def show(
     checks: Sequence[Check],
     worst: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Print a run: figures, ratios over alone with those of peers, what the slowest waited for, checks."""
+    """Print a run: figures, ratios to `alone` next to published ratios, the slowest requests, and checks."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
     console.print(_figures(found))
     if any(standing.ratios for standing in found.values()):
         console.print(_ratios(found, peers))
-    print("What the slowest first tokens of each arm's worst window waited for, in milliseconds:")
+    print("Latency of the slowest first tokens of each arm's worst window by part, in milliseconds:")
     for row in worst:
         print(_worst(row))
     for check in checks:
@@ -60,7 +60,7 @@ def show(
 def _figures(found: Mapping[str, Standing]) -> Table:
     table = Table("", *found, title="median of the windows, lowest to highest")
     table.add_row("windows", *(str(standing.windows) for standing in found.values()))
-    table.add_row("thrown away", *(str(standing.thrown) for standing in found.values()))
+    table.add_row("discarded", *(str(standing.thrown) for standing in found.values()))
     for figure, name in FIGURES.items():
         table.add_row(name, *(_range(figure, standing.summaries[figure]) for standing in found.values()))
     table.add_row("harvest", *(_number(standing.harvest, "{:.2f}") for standing in found.values()))
@@ -92,7 +92,7 @@ def _worst(row: Mapping[str, Any]) -> str:
     return (
         "{arm}, round {round}, second {second:.1f}: first token after {ttft:,.0f} ms; late client {client:,.0f}, "
         "outside {outside:,.0f}, queue {queue:,.0f}, prefill {prefill:,.0f}; {prompt} prompt tokens, {cached} cached, "
-        "{before_it} requests before it, {guest_tokens} guest tokens meanwhile"
+        "{before_it} requests before it, {guest_tokens} guest tokens in this time"
     ).format_map(row)
 
 

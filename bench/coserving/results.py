@@ -1,8 +1,8 @@
-"""What a run amounts to: each arm's figures over its windows, beside serving alone.
+"""Results of a run: each arm's figures over its windows, relative to serving alone.
 
 Keeps true
-- Only windows that count are in a figure; an arm without any has no figures.
-- A ratio is that of the medians, alone's under it; what alone again differs from alone by is its resolution.
+- Figures include only windows that count; an arm without counting windows has no figures.
+- A ratio is the ratio of medians, with `alone` as the divisor. Its resolution is the distance of `again` from `alone`.
 
 Pure.
 """
@@ -18,12 +18,12 @@ from bench.coserving.windows import Budgets, Window, figures
 from rose.workers.loadgen.requests import StreamedCompletion
 
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")
-"""Figures whose ratio over alone is given."""
+"""Figures whose ratio to `alone` is reported."""
 
 HARVEST = "harvest"
 
 ENOUGH_REQUESTS = 2000
-"""Of each arm, in all its windows together: fewer say little about one in a hundred."""
+"""Least number of requests of each arm in all its windows: fewer requests do not determine a p99."""
 
 BATCH_GATEWAY = {
     "llm-d: alone": {"ttft_p99_ms": 44, "gap_p99_ms": 12},
@@ -31,11 +31,11 @@ BATCH_GATEWAY = {
     "llm-d: priorities": {"ttft_p99_ms": 337, "gap_p99_ms": 39},
     "llm-d: cap": {"ttft_p99_ms": 95, "gap_p99_ms": 29},
 }
-"""What llm-d published of its batch gateway (llm-d-batch-gateway#491): gpt-oss-120b, 90 s at 15 requests a second and
-90 s at 1 in turn. Another machine and model, so only its ratios stand beside ours."""
+"""Published figures of llm-d's batch gateway (llm-d-batch-gateway#491): gpt-oss-120b, alternating 90 s at 15 requests a
+second and 90 s at 1. Machine and model differ, so only ratios can be compared."""
 
 WORST_REQUESTS = 5
-"""Shown of each arm's worst window."""
+"""Number of printed requests of each arm's worst window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,22 @@ class Standing:
 
     arm: str
     windows: int
-    """That count."""
+    """Number of windows that count."""
     thrown: int
-    """That do not."""
+    """Number of discarded windows."""
     requests: int
-    """In all windows that count together."""
+    """Requests in all counting windows together."""
     summaries: Mapping[str, Summary]
     ratios: Mapping[str, Ratio]
     pooled_ttft_p99_ms: float
-    """Of all requests of all windows together."""
+    """Percentile over all requests of all windows together."""
     harvest: float
-    """NaN where there are no guests, or they were not measured alone."""
+    """NaN without guests, or if the guests were not measured alone."""
 
     def value(self, figure: str) -> float:
-        """A figure's median, `harvest`, with `_ratio` behind it the figure over alone's, or with `_worst` that of the
-        window in which it was highest. NaN where it was not measured.
+        """Return a figure's median, or `harvest`. NaN if the figure was not measured.
+
+        The suffix `_ratio` returns the figure's ratio to `alone`, and `_worst` the highest value of a window.
         """
         if figure == HARVEST:
             return self.harvest
@@ -71,7 +72,7 @@ class Standing:
 
 
 def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) -> dict[str, Standing]:
-    """By arm; those without a window that counts are left out."""
+    """Return the standings by arm; arms without a counting window are left out."""
     counted = {arm.name: [each for each in windows if each.arm == arm.name and not each.thrown] for arm in arms}
     medians = {name: _summaries(found, budgets) for name, found in counted.items() if found}
     return {
@@ -91,7 +92,7 @@ def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) 
 
 
 def published_ratios() -> dict[str, dict[str, float]]:
-    """By way of llm-d's, its published figures over those that it published of serving alone."""
+    """Return llm-d's published figures relative to its figures of serving alone, by arm."""
     alone, *others = BATCH_GATEWAY
     return {
         name: {figure: BATCH_GATEWAY[name][figure] / value for figure, value in BATCH_GATEWAY[alone].items()}
@@ -130,8 +131,9 @@ def _harvest(arm: Arm, medians: Mapping[str, Mapping[str, Summary]]) -> float:
 
 
 def checks(arms: Sequence[Arm], found: Mapping[str, Standing]) -> list[Check]:
-    """Whether enough was asked of each arm, and every promise of those that were measured. A figure that is missing
-    though the run asked for it is a promise that was not kept: its value is NaN.
+    """Return checks of the number of requests and of the bounds of all measured arms.
+
+    A figure that is missing from an arm of the run misses its bound: its value is NaN.
     """
     names = {arm.name for arm in arms}
     kept = [
@@ -145,7 +147,7 @@ def checks(arms: Sequence[Arm], found: Mapping[str, Standing]) -> list[Check]:
 
 
 def _needs(promise: Promise, arm: Arm) -> set[str]:
-    """The other arms without which a run says nothing of this."""
+    """Return the other arms that this bound needs."""
     needs = {promise.over, promise.below, promise.above}
     if promise.figure.endswith("_ratio"):
         needs |= {ALONE}
@@ -155,16 +157,16 @@ def _needs(promise: Promise, arm: Arm) -> set[str]:
 
 
 def _nothing_to_lose(promise: Promise, found: Mapping[str, Standing]) -> bool:
-    """Whether this is about prefixes in a cache in which serving alone found none."""
+    """Return whether the bound is about prefix cache hits and serving alone had none."""
     return promise.figure == "prefix_hit_rate_ratio" and ALONE in found and not found[ALONE].value("prefix_hit_rate")
 
 
 def _enough(arms: Sequence[Arm], found: Mapping[str, Standing]) -> Check:
-    asked = {arm.name: found[arm.name].requests if arm.name in found else 0 for arm in arms if arm.users}
-    fewest = min(asked, key=asked.__getitem__, default=None)
+    requests = {arm.name: found[arm.name].requests if arm.name in found else 0 for arm in arms if arm.users}
+    fewest = min(requests, key=requests.__getitem__, default=None)
     return Check(
         name="requests",
-        value=asked[fewest] if fewest is not None else 0,
+        value=requests[fewest] if fewest is not None else 0,
         unit="requests",
         bound=ENOUGH_REQUESTS,
         direction="min",
@@ -194,7 +196,7 @@ def _value(found: Mapping[str, Standing], arm: str, figure: str) -> float:
 
 
 def worst(windows: Sequence[Window]) -> list[dict[str, float | str]]:
-    """What serving waited for: the slowest first tokens of the window in which an arm's p99 was the highest."""
+    """Return the slowest first tokens of the window in which an arm's p99 was the highest."""
     rows: list[dict[str, float | str]] = []
     for arm in dict.fromkeys(window.arm for window in windows if window.answers):
         own = [window for window in windows if window.arm == arm and not window.thrown]
@@ -211,7 +213,7 @@ def _slowest_requests(window: Window) -> list[dict[str, float | str]]:
 
 
 def _wait(window: Window, answer: StreamedCompletion, answered: Sequence[StreamedCompletion]) -> dict[str, float | str]:
-    """One first token's wait, by where it was spent, in milliseconds."""
+    """Return the parts of one first token's latency, in milliseconds."""
     first = answer.moments[0]
     rolled = zip(window.rolled.moments, window.rolled.counts, strict=True)
     return {

@@ -1,9 +1,9 @@
 """vLLM's own OpenAI server on this machine, and the small model that it serves.
 
 Keeps true
-- The server is `python -m vllm.entrypoints.openai.api_server` and nothing else; an arm adds flags and environment.
-- What runs on is ended with the benchmark: the server has a process group of its own, which is stopped as one.
-- A server that does not come up, or dies, is a ServerError with the last thing that it said.
+- The server is `python -m vllm.entrypoints.openai.api_server`, unmodified; an arm adds flags and environment variables.
+- No process outlives the benchmark: the server has its own process group, which is stopped as a whole.
+- A server that does not start, or dies, is a ServerError with the last line of its log.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ MODEL_NAME = "serving"
 VOCABULARY = 99
 LONGEST_TOKENS = 2048
 MAX_RUNNING = 32
-"""Requests in a batch: a client with this many on their way keeps the engine full."""
+"""Most requests in a batch: a client with this many requests in flight keeps the engine full."""
 
 FLAGS = {
     "--host": "127.0.0.1",
@@ -52,19 +52,19 @@ FLAGS = {
     "--max-model-len": str(LONGEST_TOKENS),
     "--max-num-seqs": str(MAX_RUNNING),
     "--max-num-batched-tokens": "512",
-    "--distributed-executor-backend": "uni",  # a worker of its own would spin on a core while it waits
+    "--distributed-executor-backend": "uni",  # a separate worker would spin on a core while it waits
 }
 SWITCHES = ("--enforce-eager", "--enable-prompt-tokens-details", "--enable-per-request-metrics")
-"""The last two make the server tell of each request what came from the cache and how long it queued."""
+"""Flags of the server. The last two report for each request the cached prompt tokens and the time in the queue."""
 
 GUEST_TOKENS = 1024
-"""The longest turn of a guest."""
+"""Most tokens of a guest's turn."""
 
 HOUR_SECONDS = 3600.0
 
 READY_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 600.0, 30.0, 30.0
 LOOK_SECONDS = 0.5
-"""Between two looks at a server that comes up: nothing else tells that it answers."""
+"""Time between two looks at a starting server: the server does not report that it is ready."""
 
 COUNTERS = (
     "vllm:prompt_tokens",
@@ -76,18 +76,18 @@ COUNTERS = (
 
 
 class ServerError(RoseError):
-    """A server that is not there or not alone."""
+    """The server does not run, or another client uses it."""
 
 
 SERVED = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
-"""A Qwen3 of 0.4M parameters."""
+"""Sizes of serving's model, a Qwen3 with 0.4M parameters."""
 
 LENT = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 128}
-"""A guest's, of 19M parameters: its steps take several of serving's."""
+"""Sizes of the guest's model, with 19M parameters: one of its steps takes as long as several steps of serving."""
 
 
 def make_model(folder: Path, sizes: Mapping[str, int]) -> Path:
-    """A Qwen3 with random weights, and the demo's tokenizer."""
+    """Write a Qwen3 with random weights and the demo's tokenizer; return its folder."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -114,23 +114,25 @@ def make_model(folder: Path, sizes: Mapping[str, int]) -> Path:
 
 @dataclass(frozen=True)
 class Lends:
-    """How a server lends."""
+    """Lending settings of a server."""
 
     dial: float
     promises: bool = True
-    """Whether the run's budgets, and the yield bound, hold the guest back."""
+    """Whether the run's budgets and the yield bound restrict the guest."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a server is started with beyond what all are; arms of equal launches share a server."""
+    """Additional flags and environment of a server; arms with equal launches share a server."""
 
     flags: tuple[str, ...] = ()
     lends: Lends | None = None
 
 
 def lending(lends: Lends, model: Path, socket: Path, *, ttft: float, tpot: float) -> LendConfig:
-    """Of a server that keeps these budgets, in seconds, while it lends; without promises, of one that keeps none."""
+    """Return the lending configuration with these budgets, in seconds, or without budgets if `lends` has no latency
+    targets.
+    """
     promise = Promise(dial=lends.dial, ttft_seconds=ttft, tpot_seconds=tpot)
     unbounded = Promise(dial=lends.dial, ttft_seconds=HOUR_SECONDS, tpot_seconds=HOUR_SECONDS, yield_seconds=1.0)
     return LendConfig(
@@ -146,23 +148,23 @@ def lending(lends: Lends, model: Path, socket: Path, *, ttft: float, tpot: float
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[bytes]
     log: Path
     lends_at: Path | None = None
-    """The socket of its guest."""
+    """Socket of its guest."""
     lent: Path | None = None
     """The guest's model folder."""
 
     def check(self) -> None:
-        """Raises ServerError when it has ended."""
+        """Raise ServerError if the server has ended."""
         if self.process.poll() is not None:
             raise ServerError(f"the server ended with status {self.process.returncode}: {last_line(self.log)}")
 
     def counters(self) -> dict[str, float]:
-        """COUNTERS as its /metrics says them now. Raises ServerError."""
+        """Return the present values of COUNTERS from its /metrics. Raises ServerError."""
         self.check()
         try:
             with urlopen(f"{self.url}/metrics", timeout=ANSWER_SECONDS) as answer:
@@ -178,7 +180,10 @@ class Server:
 
 @contextlib.contextmanager
 def serve(launch: Launch, model: Path, log: Path, lending: LendConfig | None = None) -> Iterator[Server]:
-    """A server that answers; stopped in the end. `lending`: of one that lends. Raises ServerError."""
+    """Yield a ready server, and stop it afterwards.
+
+    `lending`: configuration of a lending server. Raises ServerError.
+    """
     [port] = free_ports(1)
     flags = [part for pair in FLAGS.items() for part in pair]
     environment = os.environ | ENVIRONMENT
@@ -215,7 +220,7 @@ def _wait_until_ready(server: Server) -> None:
         server.check()
         with contextlib.suppress(URLError, TimeoutError, ConnectionError), urlopen(f"{server.url}/health", timeout=5):
             return
-        time.sleep(LOOK_SECONDS)  # a server tells nobody that it is up: it is asked
+        time.sleep(LOOK_SECONDS)  # a server does not report that it is ready, so it is polled
     raise ServerError(f"the server was not ready after {READY_SECONDS:g} s: {last_line(server.log)}")
 
 
@@ -226,11 +231,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    with contextlib.suppress(ProcessLookupError):  # what it left behind
+    with contextlib.suppress(ProcessLookupError):  # ends the remaining processes of the group
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def last_line(log: Path) -> str:
-    """The last thing that a log says."""
+    """Return the last line of a log."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")

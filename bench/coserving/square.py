@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from rose.workers.loadgen.traces import Arrival, TraceError, read_trace, take_arrivals
 
 SQUARE = "square:"
-"""Beginning of the name of a square wave, which is no file."""
+"""Prefix of a square wave's name, which is no file."""
 
 SQUARE_PROMPT_TOKENS, SQUARE_OUTPUT_TOKENS = 1024, 64
-"""Lengths of every request of a square wave."""
+"""Prompt and output length of every request of a square wave."""
 
 
 def read_arrivals(source: str, *, first: int, count: int) -> list[Arrival]:

@@ -1,10 +1,10 @@
-"""One window: the users' requests from first to last, what ran beside them, and what both got.
+"""One window: the users' requests from first to last, the guests at the same time, and the results of both.
 
 Keeps true
 - Users begin when the guests have settled; guests are counted from the window's beginning to its last arrival.
-- What serving did is told by the clients' clocks and, per request, by the server; never by a counter that mixes
+- Serving is measured by the clients' clocks and by the server's report on each request, never by a counter that mixes
   users and rollouts.
-- A window in which a client was late, or somebody else asked the server, says so in `thrown` and counts for nothing.
+- A window with a late client or a foreign request has a reason in `thrown` and does not count.
 """
 
 import math
@@ -23,21 +23,21 @@ from rose.workers.loadgen.requests import StreamedCompletion
 from rose.workers.loadgen.traces import TraceWindow
 
 SETTLE_SECONDS = 2.0
-"""Guests run so long before users come."""
+"""Time that guests run before users begin."""
 
 LEAD_SECONDS = 0.2
-"""From the word to the clients to the beginning of a window."""
+"""Time from the message to the clients to the beginning of a window."""
 
 CLIENTS = 2
-"""Processes that the users of a window are dealt out to."""
+"""Number of processes that share the users of a window."""
 
 GUESTS_ALONE_SECONDS = 20.0
-"""A window without users is this long at most."""
+"""Longest window without users."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """The latency promise, in seconds."""
+    """The latency targets, in seconds."""
 
     ttft: float
     tpot: float
@@ -45,46 +45,46 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one window measured."""
+    """The measurements of one window."""
 
     arm: str
     round: int
     start: float
-    """On time.monotonic(), as all moments."""
+    """Start on time.monotonic(), as all times."""
     seconds: float
-    """To the last arrival."""
+    """Seconds to the last arrival."""
     answers: Sequence[StreamedCompletion]
-    """In the order in which they were due."""
+    """Answers in the order in which the requests were due."""
     ticks: Sequence[float]
-    """Seconds that the clients' timers were behind, tick by tick."""
+    """Delay of the clients' timers in seconds, for each tick."""
     rolled: RolloutResult
     server: Mapping[str, float]
-    """How far the server's counters went, users and rollouts together where both ask it."""
+    """Increase of the server's counters, which count users and rollouts together if both use the server."""
     thrown: str = ""
-    """Why it counts for nothing; empty where it counts."""
+    """Reason why the window does not count; empty if it counts."""
 
 
 def run_window(arm: Arm, server: Server, work: TraceWindow, *, number: int, most_late: float) -> Window:
-    """Run one window; `most_late` is how far behind clients may be in one of a hundred cases. Raises RoseError."""
+    """Run one window. `most_late`: p99 bound of the clients' lateness in seconds. Raises RoseError."""
     rolled = RolloutResult([], [], [])
     with ExitStack() as stack:
         salt = f"window-{time.monotonic()}"
         users = [_user(stack, server, part, salt) for part in (_dealt(work) if arm.users else [])]
         if arm.guests is not None:
-            rolled = stack.enter_context(arm.guests.beside(server))
-            time.sleep(SETTLE_SECONDS)  # how guests begin is not how they go on, and is not counted
+            rolled = stack.enter_context(arm.guests.run_with(server))
+            time.sleep(SETTLE_SECONDS)  # the start of the guests is not counted
         before = server.counters()
         start = time.monotonic() + LEAD_SECONDS
         for user in users:
             user.say(repr(start).encode())
         seconds = work.seconds if arm.users else min(work.seconds, GUESTS_ALONE_SECONDS)
         used = [user.result(UserResult, seconds=seconds + REQUEST_SECONDS + LEAD_SECONDS) for user in users]
-        time.sleep(max(0.0, start + seconds - time.monotonic()))  # guests alone have no answers that end a window
+        time.sleep(max(0.0, start + seconds - time.monotonic()))  # a window without users ends by time
         after = server.counters()
     answers = sorted((answer for each in used for answer in each.answers), key=lambda answer: answer.due)
     ticks = [behind for each in used for behind in each.ticks]
-    told = {name: value - before[name] for name, value in after.items()}
-    window = Window(arm.name, number, start, seconds, answers, ticks, rolled, told)
+    counters = {name: value - before[name] for name, value in after.items()}
+    window = Window(arm.name, number, start, seconds, answers, ticks, rolled, counters)
     return replace(window, thrown=flaw(window, guests=arm.guests is not None, most_late=most_late))
 
 
@@ -99,7 +99,7 @@ def _user(stack: ExitStack, server: Server, part: TraceWindow, salt: str) -> Cli
 
 
 def flaw(window: Window, *, guests: bool, most_late: float) -> str:
-    """Why a window counts for nothing; empty where it counts."""
+    """Return the reason why a window does not count; empty if it counts."""
     return _too_late(window, most_late) or (_guests_failed(window) if guests else _not_alone(window))
 
 
@@ -118,17 +118,17 @@ def _not_alone(window: Window) -> str:
     tokens, made = sum(answer.tokens for answer in window.answers), window.server["vllm:generation_tokens"]
     if tokens == made or any(answer.error for answer in window.answers):
         return ""
-    return f"the server made {made:.0f} tokens, its clients got {tokens}: somebody else asked it"
+    return f"the server made {made:.0f} tokens, its clients got {tokens}: another client used it"
 
 
 def late(window: Window) -> float:
-    """Seconds that requests, or the timer, were behind in one of a hundred cases; 0 where nobody asked."""
+    """Return the p99 lateness of requests or timer in seconds; 0 without users."""
     behind = ([answer.sent - answer.due for answer in window.answers], window.ticks)
     return max((percentile(values, 99) for values in behind if values), default=0.0)
 
 
 def figures(window: Window, budgets: Budgets) -> dict[str, float]:
-    """What a window amounts to; latencies in milliseconds, NaN where nothing was asked."""
+    """Return the figures of a window: latencies in milliseconds, NaN without requests."""
     answered = [answer for answer in window.answers if not answer.error]
     failed = len(window.answers) - len(answered)
     latencies = [latency(answer.due, answer.moments, answer.counts) for answer in answered]
@@ -142,7 +142,7 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
     }
     end = max([window.start + window.seconds, *(answer.moments[-1] for answer in answered)])
     prompt = sum(answer.prompt_tokens for answer in answered)
-    asked, rolled = bool(window.answers), window.rolled
+    has_users, rolled = bool(window.answers), window.rolled
     return {
         "requests": len(window.answers),
         "failed": failed,
@@ -151,8 +151,8 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
             for name, values in waits.items()
             for percent in (50, 99)
         },
-        "ttft_attainment": attainment(waits["ttft"], budgets.ttft, failed=failed) if asked else math.nan,
-        "tpot_attainment": attainment(waits["tpot"], budgets.tpot, failed=failed) if asked else math.nan,
+        "ttft_attainment": attainment(waits["ttft"], budgets.ttft, failed=failed) if has_users else math.nan,
+        "tpot_attainment": attainment(waits["tpot"], budgets.tpot, failed=failed) if has_users else math.nan,
         "serving_tokens_per_second": sum(answer.tokens for answer in answered) / (end - window.start),
         "guest_step_ms": 1000 * rolled.step_seconds / rolled.steps if rolled.steps else math.nan,
         "guest_longest_ms": 1000 * max(rolled.longest_seconds, default=math.nan),
@@ -166,16 +166,16 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
 
 
 def busy(window: Window) -> float:
-    """Share of the window in which the engine held a request of serving's, waiting or running.
+    """Return the share of the window in which the engine held a request of serving, waiting or running.
 
-    By the server's own durations, each ending where its last token came: time in HTTP is not the engine's.
+    The share uses the server's own durations, each of which ends at the last token: time in HTTP is not included.
     """
     held = [(each.moments[-1] - engine_seconds(each), each.moments[-1]) for each in window.answers if each.moments]
     return covered(held, window.start, window.start + window.seconds)
 
 
 def guest_tokens(window: Window) -> int:
-    """Tokens that guests got from the window's beginning to its last arrival."""
+    """Return the tokens that guests sampled from the window's beginning to its last arrival."""
     end = window.start + window.seconds
     pairs = zip(window.rolled.moments, window.rolled.counts, strict=True)
     return sum(count for moment, count in pairs if window.start <= moment < end)

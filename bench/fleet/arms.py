@@ -1,6 +1,6 @@
-"""The arms of `bench.elastic`: which executors each has, who comes and goes, and what all of them are asked. Pure.
+"""The arms of `bench.elastic`: the executors of each arm, the actions on them, and the prompts of all arms. Pure.
 
-Keeps true: arms differ in nothing but that.
+Keeps true: arms differ only in executors and actions.
 """
 
 from dataclasses import dataclass
@@ -14,37 +14,39 @@ from rose.schemas.prompts import Prompt
 from rose.workers.loadgen.traces import read_trace
 
 RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=400)
-"""So slow that 64 executors make fewer than a hundred turns a second, and the machine is not what is measured."""
+"""Rates of an executor. They are low, so that 64 executors make fewer than a hundred turns a second, and the machine is
+not the bottleneck."""
 
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.25, turn_sigma=0.4, token=21)
 
 SERVING_RATES = ServingRates(prefill_tokens_per_second=8000.0, tpot_seconds=0.03)
-"""Of users' requests."""
+"""Rates of users' requests."""
 
 SERVING_BYTES, GUEST_BYTES_PER_TOKEN = 36_000, 90
-"""KV memory of a device in that of one token of serving's, and what a token of a rollout takes of it. Users' peaks are
-29,262 where a worker's share of Azure's code trace is largest: that and the headroom fill it. Two turns fill what they
-leave, as the dozens do that a real device would hold: memory is short, and bursts are felt."""
+"""KV memory of a device, in units of one token of serving, and the memory of a rollout token in these units. The
+largest peak of a worker's users in Azure's code trace is 29,262: this and the headroom fill the memory. Two turns fill
+the rest, as dozens of turns fill a real device, so that memory is short and bursts have an effect."""
 
 HEADROOM, QUIET_SECONDS = 0.2, 10.0
 """The defaults of `rose.workers.lender.config`."""
 
 CONTROL = {"lease_seconds": 6.0, "dwell_seconds": 3.0, "idle_seconds": 2.0, "margin_seconds": 0.5}
-"""The control app's settings, shortened about as the trace is; a lease is six of its decisions."""
+"""The control app's settings, shortened about as much as the trace; a lease is six decisions long."""
 
 OPERANDS = 4
-"""Of the sums, at most. An answer that is no sum spends its turn, so a trajectory has 5 to 8 whatever is sampled."""
+"""Most operands of the sums. A wrong answer uses up its turn, so a trajectory has 5 to 8 turns for any sampled
+tokens."""
 
 MOST_WALL_SECONDS = 240.0
-"""For which whole workers are planned ahead."""
+"""Time for which the moves of whole workers are planned."""
 
 MOST_TURNS = 64
-"""Of a trajectory: more than it has."""
+"""Most turns of a trajectory; no trajectory has this many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What is run."""
+    """The settings of a run."""
 
     dedicated: int
     lenders: int
@@ -53,12 +55,12 @@ class Shape:
     trace: Path
     speed: float
     allocation_delay: float
-    """Seconds of the trace; so is `wake`."""
+    """Seconds of the trace; `wake` has the same unit."""
     wake: float
 
 
 def specs_of(shape: Shape, arm: str) -> tuple[ExecutorSpec, ...]:
-    """The executors of an arm, each with an inbox of its own."""
+    """Return the executors of an arm, each with its own inbox."""
     fixed = [ExecutorSpec(name=dedicated_name(number), slot=number, rates=RATES) for number in range(shape.dedicated)]
     if arm == "fixed":
         return tuple(fixed)
@@ -79,17 +81,17 @@ def specs_of(shape: Shape, arm: str) -> tuple[ExecutorSpec, ...]:
 
 
 def dedicated_name(number: int) -> str:
-    """Of an executor."""
+    """Return the name of a dedicated executor."""
     return f"dedicated-{number}"
 
 
 def worker_name(number: int) -> str:
-    """Of a serving worker."""
+    """Return the name of a serving worker."""
     return f"serving-{number}"
 
 
 def whole_plan(shape: Shape) -> tuple[tuple[PlannedAction, ...], float]:
-    """When whole workers come and go, and for how many seconds users then wanted more than was left to them."""
+    """Return the moves of whole workers, and for how many seconds users then needed more workers than were left."""
     users = users_of(read_trace(str(shape.trace)), SERVING_RATES, workers=shape.lenders, speed=shape.speed)
     moves = whole_workers(users, delay=shape.allocation_delay, wall_seconds=MOST_WALL_SECONDS)
     actions = [
@@ -100,10 +102,10 @@ def whole_plan(shape: Shape) -> tuple[tuple[PlannedAction, ...], float]:
 
 
 def actions_of(shape: Shape, arm: str) -> tuple[PlannedAction, ...]:
-    """Who comes and goes in an arm."""
+    """Return the actions on executors in an arm."""
     if arm == "whole":
         return whole_plan(shape)[0]
-    if arm == "rose":  # what is run before is for the lenders alone: so all are woken once
+    if arm == "rose":  # the warm-up is for lenders only: it wakes all of them once
         return tuple(
             PlannedAction(at=0.0, worker=dedicated_name(number), action=Action.START)
             for number in range(shape.dedicated)
@@ -112,7 +114,7 @@ def actions_of(shape: Shape, arm: str) -> tuple[PlannedAction, ...]:
 
 
 def serving_of(shape: Shape) -> Serving:
-    """Whom lenders serve."""
+    """Return the users and settings of the lenders."""
     return Serving(
         trace=str(shape.trace),
         rates=SERVING_RATES,
@@ -124,7 +126,7 @@ def serving_of(shape: Shape) -> Serving:
 
 
 def prompts_of(name: str, groups: int, group_size: int, *, most_turns: int = MOST_TURNS) -> list[Prompt]:
-    """The same whenever they are asked for; groups are called `name` and a number."""
+    """Return the prompts, the same at each call; group ids are `name` and a number."""
     return [
         Prompt(
             group_id=f"{name}{number:04d}",

@@ -1,16 +1,16 @@
-"""An emulated engine: it computes nothing, and its turns take the time that its rates give.
+"""An emulated engine: it computes nothing, and the durations of its turns follow from its rates.
 
 Keeps true
-- What is sampled is a function of trajectory and turn alone. So a turn sampled in parts is what it is in one, and all
-  arms of a benchmark sample the same.
-- Prefills are run one after another, and decodes beside them, each at the rate of one sequence.
-- A prefix is cached where it was computed, until there is no room or everything is dropped.
+- Sampled tokens depend on trajectory and turn alone. So a turn sampled in parts equals the turn sampled at once, and
+  all arms of a benchmark sample the same tokens.
+- Prefills run one after another, and decodes run in parallel, each at the rate of one sequence.
+- A prefix is cached where it was computed, until room is needed or the cache is dropped.
 
 Pure; times are unix seconds, compute is in seconds of the device.
 
 Example, 500 tokens/s of prefill and 10 of decode
     a turn of 100 new context tokens that samples 8 -> 0.2 s + 0.8 s of compute
-    beside users who take half of the device        -> 2 s
+    with users who take half of the device          -> 2 s
 """
 
 import math
@@ -28,42 +28,42 @@ from rose.workers.executor.ipc.messages import ABORTED, TurnFinished
 from rose.workers.executor.vllm.types import FinishedTurn
 
 VERSION = 0
-"""That emulated executors serve: nobody trains."""
+"""Policy version of emulated executors, which are never trained."""
 
 LEAST_TOKENS = 2
-"""Of a turn: a token and the stop token."""
+"""Least sampled tokens of a turn: one token and the stop token."""
 
 NEARLY = 1e-9
-"""What sums of floats leave over."""
+"""Tolerance for rounding errors of float sums."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device with nothing else to do makes of turns."""
+    """Rates of a device without other load."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
-    """Of one sequence."""
+    """Rate of one sequence."""
     max_turns: int
-    """That run at once; each is as fast as alone."""
+    """Most turns that run at once; each runs at the full rate."""
     kv_tokens: int
-    """That turns may hold."""
+    """Most tokens that turns may hold."""
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is sampled: log-normal, with a long tail."""
+    """Distribution of the sampled length: log-normal, with a long tail."""
 
     median_tokens: float
-    """Of a turn."""
+    """Median tokens of a turn."""
     trajectory_sigma: float
-    """How much a trajectory differs from another, in the logarithm."""
+    """Standard deviation between trajectories, of the logarithm."""
     turn_sigma: float
-    """And its turns among themselves."""
+    """Standard deviation between the turns of a trajectory, of the logarithm."""
     token: int
-    """The one that is sampled, but for the stop token at the end."""
+    """The sampled token, except for the stop token at the end."""
 
 
 def sampled_of(trajectory: str, turn: int, sampling: Sampling, lengths: Lengths) -> tuple[bytes, str]:
-    """The packed tokens of the whole turn, and why it ends."""
+    """Return the packed tokens of the whole turn, and its finish reason."""
     alike = random.Random(trajectory).gauss(0.0, lengths.trajectory_sigma)
     own = random.Random(f"{trajectory}/{turn}").gauss(0.0, lengths.turn_sigma)
     many = max(LEAST_TOKENS, round(lengths.median_tokens * math.exp(alike + own)))
@@ -80,23 +80,23 @@ class Work:
     trajectory: str
     group: str
     prompt_tokens: int
-    """That all of its group begin with; 0 where nothing is shared."""
+    """Prompt tokens that the turn's group shares; 0 if nothing is shared."""
     context_tokens: int
     cached_tokens: int
     tokens: bytes
-    """That it will have sampled here."""
+    """Tokens that the turn samples here."""
     finish_reason: str
     scheduled_at: float
     prefill_left: float
-    """Tokens."""
+    """Prefill tokens that are left."""
     sampled: float = 0.0
-    """Tokens."""
+    """Sampled tokens so far, including a fraction."""
     first_token_at: float = 0.0
     device_seconds: float = 0.0
 
     @property
     def done_tokens(self) -> int:
-        """Whole ones."""
+        """Return the number of completely sampled tokens."""
         return min(count(self.tokens), int(self.sampled + NEARLY))
 
 
@@ -106,18 +106,18 @@ class Engine:
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
         self.running: dict[str, Work] = {}
-        """In the order in which they came."""
+        """Running turns in order of arrival."""
         self._cache: OrderedDict[str, int] = OrderedDict()
-        """By trajectory or group: how many tokens of it; the longest unused first."""
+        """Cached tokens of each trajectory or group, the least recently used first."""
         self._cached = 0
 
     @property
     def held_tokens(self) -> int:
-        """Of KV that running turns hold."""
+        """Return the KV tokens that running turns hold."""
         return sum(work.context_tokens + work.done_tokens for work in self.running.values())
 
     def take(self, name: str, request: TurnRequest, context_tokens: int, rest: bytes, finish: str, now: float) -> None:
-        """Run it: `rest` is what it samples here, behind `context_tokens`."""
+        """Start a turn. `rest`: tokens that the turn samples here, after `context_tokens`."""
         group = f"group {request.group_id}"
         found = max(self._look_up(request.trajectory_id), self._look_up(group) if request.turn == 0 else 0)
         cached = min(found, context_tokens - 1)
@@ -136,7 +136,7 @@ class Engine:
         )
 
     def advance(self, seconds: float, now: float) -> list[TurnFinished]:
-        """So much was computed up to now; the turns that have ended."""
+        """Compute for `seconds` up to `now`; return the turns that have ended."""
         ended, prefill = [], seconds
         decoding = [work for work in self.running.values() if work.prefill_left <= NEARLY]
         left = dict.fromkeys((work.name for work in decoding), seconds)
@@ -162,15 +162,15 @@ class Engine:
         return ended
 
     def give_up(self, name: str, now: float, reason: str = "") -> TurnFinished:
-        """Take a turn out, with what was sampled of it."""
+        """Remove a turn; return it with its sampled tokens."""
         return self._leave(self.running[name], ABORTED, now, reason)
 
     def youngest(self) -> str:
-        """The turn of which least is lost."""
+        """Return the turn whose loss costs least."""
         return min(self.running.values(), key=lambda work: (work.sampled, -work.scheduled_at)).name
 
     def drop(self) -> None:
-        """Nothing is cached any more."""
+        """Drop the cache."""
         self._cache.clear()
         self._cached = 0
 

@@ -1,18 +1,18 @@
-"""An emulated executor: the real inbox, gate, lease, memory and heartbeats, around an engine that is emulated. Pure.
+"""An emulated executor: the real inbox, gate, lease, memory and heartbeats, with an emulated engine. Pure.
 
 Keeps true, as `rose.workers.executor.loop` and a lender's guest do
-- Every turn taken on is answered once, and listed in each heartbeat until then; what does not fit is refused.
-- While its gate is closed it holds nothing: what it held goes back, with what was sampled of it.
-- A lender computes while it has no user, and not for a moment beside one. Where its users want memory it is cut: whole
-  turns go back at once, of which least is lost.
-- A guest is there `wake_seconds` after the grant that wakes it, and one that is parked forgets what it had cached.
+- Every accepted turn is answered once, and listed in each heartbeat until then; a turn without room is refused.
+- While its gate is closed the executor holds nothing: its turns go back, with their partial output.
+- A lender computes only while it has no user. When its users need memory the guest is cut: whole turns go back at once,
+  the turns with the least loss first.
+- A guest is ready `wake_seconds` after the grant that wakes it, and a parked guest loses its prefix cache.
 
-What would not have fit the largest of its offers of late either is told as `overfilled`: nobody may send that.
+A dispatch that does not fit the largest of its recent offers is noted as `overfilled`, which no router may cause.
 
 Example
     dispatched(g:0 turn 0)      -> ContextRequest: its context
     context(..., 150 tokens)    -> nothing
-    step(0.2 s later)           -> a heartbeat that lists it
+    step(0.2 s later)           -> a heartbeat that lists the turn
     step(1.5 s later)           -> COMPLETED, a heartbeat
 """
 
@@ -52,53 +52,53 @@ from rose.workers.executor.records import (
 from rose.workers.lender.kv_budget import KvBudget, KvShares, KvUsage
 
 BEAT_SECONDS = 0.2
-"""Between two heartbeats while nothing changes."""
+"""Time between two heartbeats while nothing changes."""
 
 ROOM_TOKENS = 180
-"""Left of its budget with which a lender counts as having room: nine of ten turns of the calculator fit."""
+"""Free tokens with which a lender counts as having room: nine of ten turns of the calculator fit."""
 
-NOT_TOLD, BUILT = "it was not told to lend", "its guest is being built"
+NOT_RESUMED, BUILT = "it was not told to lend", "its guest is being built"
 
 STOPPED = "it stops"
 
 GRANT, USERS, MEMORY, GROWN, TURNS = "grant", "users", "memory", "grown", "turns"
-"""Who has turns come and go, in a journal."""
+"""Causes in a journal for turns to come and go."""
 
 
 class ExecutorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one executor is."""
+    """The properties of one executor."""
 
     name: str
     slot: int
     rates: Rates
     lends: bool = False
-    """It is a serving worker that follows grants; else it is dedicated."""
+    """Whether it is a serving worker that follows grants; otherwise it is dedicated."""
     kv_bytes_per_token: int = 1
     wake_seconds: float = 0.0
-    """Until a guest that was granted is there, its weights with it."""
+    """Time until a granted guest is ready, with its weights."""
 
 
 class NoteKind(Enum):
-    """What a journal tells of."""
+    """The events of a journal."""
 
     GRANTED = "granted"
-    """A grant that says something new, or renews one, was read; `since`: when it was written."""
+    """A new or renewing grant was read; `since`: when it was written."""
     FREE = "free"
-    """A lender has room for a turn more; `reason`: who has let it, `grant` or `users`. `since`: when that grant was
+    """A lender has room for another turn; `reason`: cause of the room, `grant` or `users`. `since`: when that grant was
     written, or now."""
     FIRST = "first"
-    """It took the first turn on; `since`: when it was free; `reason` as there."""
+    """The first turn was accepted; `since`: when the lender had room; `reason` as in FREE."""
     SHUT = "shut"
-    """It has none any more, and not for the turns that it holds; `reason`: who has that so."""
+    """The lender has no more room, for another reason than its turns; `reason`: the cause."""
     OFF = "off"
-    """Turns that had to go are answered; `since`: when users came, or its gate closed. `reason`: `memory` that users
-    took, `grown` beyond what is left after that, `users` who left no moment to compute in, or `grant`."""
+    """The returned turns are answered; `since`: when users came, or the gate closed. `reason`: `memory` that users
+    took, `grown` beyond the memory that is left, `users` who left no time to compute, or `grant`."""
     OVERFILLED = "overfilled"
-    """It was sent more than it offered."""
+    """The executor was sent more than it offered."""
 
 
 class Note(NamedTuple):
-    """For the journal."""
+    """An event for the journal."""
 
     what: NoteKind
     at: float
@@ -107,13 +107,13 @@ class Note(NamedTuple):
 
 
 class ContextRequest(NamedTuple):
-    """The context of a turn that was taken on."""
+    """Request for the context of an accepted turn."""
 
     dispatch: TurnDispatch
 
 
 class ReturnedTurns(NamedTuple):
-    """Turns that had to go: once all are on the log, the note's moment is known."""
+    """Turns that had to go back: once all are on the log, the note's time is known."""
 
     results: Sequence[TurnResult]
     note: Note
@@ -124,22 +124,22 @@ Output = TurnResult | SlackHeartbeat | ContextRequest | ReturnedTurns | Note
 
 @dataclass(slots=True)
 class Offers:
-    """What heartbeats offered of late, which a router may still act on."""
+    """Recent offers of heartbeats, on which a router may still act."""
 
     recent: deque[tuple[float, int, int]] = field(default_factory=deque)
 
-    def take(self, beat: SlackHeartbeat, now: float) -> None:
-        self.recent.append((now, beat.max_turns, beat.token_budget))
+    def take(self, heartbeat: SlackHeartbeat, now: float) -> None:
+        self.recent.append((now, heartbeat.max_turns, heartbeat.token_budget))
         while self.recent[0][0] < now - TTL_SECONDS:
             self.recent.popleft()
 
     def fit(self, turns: int, tokens: int) -> bool:
-        """Whether one of them did."""
+        """Return whether one of the offers had this much room."""
         return any(turns <= most and tokens <= budget for _, most, budget in self.recent)
 
 
 class FleetExecutor:
-    """One start of one executor. `now`: unix seconds that never jump."""
+    """One incarnation of one executor. `now`: unix seconds that never jump."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class FleetExecutor:
         lease: Lease | None = None,
         memory: KvBudget | None = None,
     ) -> None:
-        """`lease` and `memory`: of a lender."""
+        """Create an executor. `lease` and `memory` are for lenders."""
         self.spec = spec
         self._lengths = lengths
         self._lease = lease
@@ -167,23 +167,23 @@ class FleetExecutor:
         self._shares: KvShares | None = None
         self._offers = Offers()
         self._waiting: dict[TurnKey, float] = {}
-        """Whose contexts are awaited; since when."""
+        """Turns whose contexts are awaited, with the start time of the wait."""
         self._keys: dict[str, tuple[TurnKey, float]] = {}
-        """In the engine; since when they are here."""
+        """Turns in the engine, with their arrival times."""
         self._answered: deque[int] = deque(maxlen=MAX_HELD_TURNS)
-        self._parked = NOT_TOLD if spec.lends else ""
+        self._parked = NOT_RESUMED if spec.lends else ""
         self._built_at = 0.0
         self._computed_at = now
         self._users = Step(now, 0, 0)
         self._cuts = 0
         self._shut = GRANT if spec.lends else ""
-        """Who keeps one turn more from it: those that it holds already, or somebody else; empty where nobody does."""
+        """Cause that prevents another turn: the turns that it holds, or another cause; empty if there is room."""
         self._most_tokens = 0
-        """The widest budget since its guest is there: what users leave when they are gone."""
+        """Largest budget since its guest is ready: the budget without users."""
         self._freed: Note | None = None
-        """Of a lender that has taken no turn on since it was free."""
+        """Note of a lender that has accepted no turn since it had room."""
         self._granted_at = 0.0
-        """When the newest grant was written."""
+        """Time at which the newest grant was written."""
         self._beat_of: tuple[object, ...] = ()
 
     @property
@@ -192,15 +192,15 @@ class FleetExecutor:
 
     @property
     def holds(self) -> int:
-        """Turns."""
+        """Return the number of held turns."""
         return len(self._inbox)
 
     def on_claim(self, claim: int) -> None:
-        """A router has claimed the inbox."""
+        """Take in a router's claim of the inbox."""
         self._inbox.on_claim(claim)
 
     def on_grant(self, grant: CapacityGrant | None, now: float, *, source: GrantSource, live: bool) -> list[Output]:
-        """The newest grant under one of its two keys was read."""
+        """Take in the newest grant under one of its two keys."""
         assert self._lease is not None
         self._lease.on_grant(grant, now, source=source, live=live)
         if grant is None or not grant.lend or not live:
@@ -209,16 +209,16 @@ class FleetExecutor:
         return [Note(NoteKind.GRANTED, now, grant.granted_at, grant.reason)]
 
     def on_dispatch(self, dispatch: TurnDispatch, offset: int, now: float) -> list[Output]:
-        """A dispatch came from its inbox."""
+        """Take in a dispatch from its inbox."""
         answer = self._inbox.on_dispatch(dispatch, self._version, offset=offset)
         if answer.action is InboxAction.DROP:
             return []
         if answer.action is InboxAction.REFUSE:
-            said: list[Output] = [self._refused(dispatch, answer.reason, answer.refusal, now)]
+            outputs: list[Output] = [self._refused(dispatch, answer.reason, answer.refusal, now)]
             fits = self._offers.fit(len(self._inbox) + 1, self._inbox.tokens + kv_tokens_needed(dispatch))
             if answer.refusal is Refusal.ROOM and not fits:
-                said.append(Note(NoteKind.OVERFILLED, now, now, "/".join(map(str, dispatch.key))))
-            return said
+                outputs.append(Note(NoteKind.OVERFILLED, now, now, "/".join(map(str, dispatch.key))))
+            return outputs
         if self._gate.reason:
             self._inbox.release(dispatch.key)
             return [self._refused(dispatch, self._gate.reason, Refusal.ROOM, now)]
@@ -229,18 +229,18 @@ class FleetExecutor:
         return [ContextRequest(dispatch), Note(NoteKind.FIRST, now, freed.at, freed.reason)]
 
     def on_context(self, dispatch: TurnDispatch, context: bytes | ContextMissing, now: float) -> list[Output]:
-        """What it goes on from, or why that cannot be had; of a turn that went back meanwhile it means nothing."""
+        """Take in the context of a turn, or the reason why it is missing. Ignored if the turn has gone back."""
         if self._waiting.pop(dispatch.key, None) is None:
             return []
         if isinstance(context, ContextMissing):
             self._inbox.release(dispatch.key)
-            asked = Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE
-            return [self._refused(dispatch, str(context), asked, now)]
+            refusal = Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE
+            return [self._refused(dispatch, str(context), refusal, now)]
         name = "/".join(map(str, dispatch.key))
         request = dispatch.request
         whole, finish = sampled_of(request.trajectory_id, request.turn, request.sampling, self._lengths)
-        begun = 0 if dispatch.begun is None else count(dispatch.begun.tokens)
-        rest = whole[ITEM_BYTES * begun :]
+        sampled = 0 if dispatch.partial is None else count(dispatch.partial.tokens)
+        rest = whole[ITEM_BYTES * sampled :]
         if not rest:
             self._inbox.release(dispatch.key)
             return [self._refused(dispatch, "nothing of it is left to sample", Refusal.ENGINE, now)]
@@ -249,24 +249,27 @@ class FleetExecutor:
         return []
 
     def step(self, users: Step, idle_seconds: float, now: float) -> list[Output]:
-        """Time has passed, so much of it without a user; `users`, who are there now, came or went last at `at`."""
+        """Advance to `now`, with `idle_seconds` of this time without users.
+
+        `users`: present users, who last changed at `at`.
+        """
         self._now, self._users = now, users
         if idle_seconds > 0:
             self._computed_at = now
         if self._parked == BUILT and now >= self._built_at:
             self._parked, self._computed_at = "", now
-        said: list[Output] = [self._done(done) for done in self._engine.advance(idle_seconds, now)]
-        said += self._share_memory(now)
-        said += self._open_or_close(now)
-        said += self._note_room(now)
+        outputs: list[Output] = [self._done(done) for done in self._engine.advance(idle_seconds, now)]
+        outputs += self._share_memory(now)
+        outputs += self._open_or_close(now)
+        outputs += self._note_room(now)
         state = (self._state, self._gate.reason, self._inbox.token_budget)
         if state != self._beat_of or now >= self._beat_at:
             self._beat_of, self._beat_at = state, now + BEAT_SECONDS
-            said.append(self._heartbeat(self._state, now))
-        return said
+            outputs.append(self._heartbeat(self._state, now))
+        return outputs
 
     def stop(self, now: float) -> list[Output]:
-        """It leaves: everything goes back, and its last heartbeat says what it has answered."""
+        """Stop: all turns go back, and the last heartbeat lists the answered turns."""
         self._gate.close(STOPPED)
         back = self._give_up(STOPPED, now)
         return [*back, self._heartbeat(ExecutorState.STOPPING, now, self._answered)]
@@ -283,7 +286,7 @@ class FleetExecutor:
         return UNRESTRICTED if self._lease is None else self._lease.permission(self._now)
 
     def _share_memory(self, now: float) -> list[Output]:
-        """What turns may hold beside users; those that have to go for them."""
+        """Update the memory of turns next to users; return the turns that have to go back."""
         if self._memory is None or self._parked:
             return []
         per_token = self.spec.kv_bytes_per_token
@@ -303,13 +306,13 @@ class FleetExecutor:
         return [ReturnedTurns(back, note)] if back else []
 
     def _open_or_close(self, now: float) -> list[Output]:
-        """Follow what the grant and the users let it."""
+        """Follow the grant and the users."""
         before = self._gate.reason
         order = self._gate.update(self._engine_status(), busy=bool(self._keys))
-        if isinstance(order, Resume) and self._parked == NOT_TOLD:
+        if isinstance(order, Resume) and self._parked == NOT_RESUMED:
             self._parked, self._built_at = BUILT, now + self.spec.wake_seconds
         elif isinstance(order, Suspend):
-            self._parked, self._shares = NOT_TOLD, None
+            self._parked, self._shares = NOT_RESUMED, None
         self._inbox.offer(max_turns=self.spec.rates.max_turns, token_budget=self._gate.allowed_tokens)
         why, since = (GRANT, now) if self._parked else (USERS, self._computed_at)
         back = self._give_up(self._gate.reason, now) if self._gate.reason and not before else []
@@ -325,13 +328,16 @@ class FleetExecutor:
         if shut:
             self._freed = None
             return [Note(NoteKind.SHUT, now, now, shut)]
-        if before == TURNS:  # one of them has ended: nobody gave it anything
+        if before == TURNS:  # one of its turns has ended: no new room was given
             return []
         self._freed = Note(NoteKind.FREE, now, self._granted_at if before == GRANT else now, before)
         return [self._freed]
 
     def _who_shuts(self) -> str:
-        """Who keeps one turn more from it. Where it would have no room without users either, it is not they."""
+        """Return the cause that prevents another turn.
+
+        Users are not the cause if there would be no room without them either.
+        """
         inbox = self._inbox
         self._most_tokens = 0 if self._parked else max(self._most_tokens, inbox.token_budget)
         if self._parked:
@@ -364,7 +370,7 @@ class FleetExecutor:
         status = self._engine_status()
         self._heartbeats.on_status(status)
         self._cuts = 0
-        beat = self._heartbeats.next_heartbeat(
+        heartbeat = self._heartbeats.next_heartbeat(
             status,
             self._inbox,
             state=state,
@@ -373,8 +379,8 @@ class FleetExecutor:
             now=now,
             turns=turns,
         )
-        self._offers.take(beat, now)
-        return beat
+        self._offers.take(heartbeat, now)
+        return heartbeat
 
     def _engine_status(self) -> EngineStatus:
         rates, per_token = self.spec.rates, self.spec.kv_bytes_per_token

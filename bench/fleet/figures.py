@@ -1,4 +1,4 @@
-"""What a fleet's journal says. Pure; times are unix seconds."""
+"""Figures of a fleet's journal. Pure; times are unix seconds."""
 
 import statistics
 from bisect import bisect_right
@@ -10,7 +10,7 @@ from bench.fleet.fleet import Line
 
 
 class Spread(NamedTuple):
-    """Milliseconds, and of how many times."""
+    """Percentiles in milliseconds, and the number of values."""
 
     median: float
     p99: float
@@ -18,7 +18,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(seconds: Sequence[float]) -> Spread | None:
-    """None of fewer than two."""
+    """Return the spread of these times; None for fewer than two."""
     if len(seconds) < 2:
         return None
     p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
@@ -26,25 +26,25 @@ def spread_of(seconds: Sequence[float]) -> Spread | None:
 
 
 class Waiting:
-    """Whether turns waited for room, as the router's summaries say."""
+    """Whether turns waited for room, by the router's summaries."""
 
-    def __init__(self, told: Iterable[tuple[float, int]]) -> None:
-        """When each was written, and how many waited."""
-        self._told = sorted(told)
-        self._times = [at for at, _ in self._told]
+    def __init__(self, summaries: Iterable[tuple[float, int]]) -> None:
+        """Take the time of each summary and its number of waiting turns."""
+        self._summaries = sorted(summaries)
+        self._times = [at for at, _ in self._summaries]
 
     def throughout(self, since: float, until: float) -> bool:
-        """Whether each summary from the last one before `since` to the first one after `until` says so."""
+        """Return whether turns waited in each summary from the last before `since` to the first after `until`."""
         begin, end = bisect_right(self._times, since) - 1, bisect_right(self._times, until)
-        between = self._told[max(begin, 0) : end + 1]
+        between = self._summaries[max(begin, 0) : end + 1]
         return begin >= 0 and len(between) > 0 and all(many for _, many in between)
 
 
 def first_turns(lines: Iterable[Line], waiting: Waiting, *, late: float) -> Mapping[str, Sequence[float]]:
-    """Seconds from free capacity to the first turn on it, by who had freed it, where turns waited all the while.
+    """Return the seconds from free capacity to the first turn on it, by cause, if turns waited during the whole time.
 
-    Capacity that went again after more than `late` seconds without a turn counts with all of them: who leaves it out
-    measures those alone that were quick. After fewer nobody knows how long a turn would have taken.
+    Capacity that went away after more than `late` seconds without a turn counts with its full time: without it, only
+    quick cases would count. Capacity that went away sooner is left out, because the time of a turn is unknown.
     """
     found: dict[str, list[float]] = {GRANT: [], USERS: []}
     free: dict[str, Line] = {}
@@ -63,7 +63,7 @@ def first_turns(lines: Iterable[Line], waiting: Waiting, *, late: float) -> Mapp
 
 
 def from_grants(lines: Iterable[Line], waiting: Waiting) -> Sequence[float]:
-    """The same from the moment at which a grant was written: with the guest's wake."""
+    """Return the seconds from the writing of a grant to the first turn, which includes the guest's wake."""
     granted: dict[str, float] = {}
     found = []
     for line in lines:
@@ -75,7 +75,7 @@ def from_grants(lines: Iterable[Line], waiting: Waiting) -> Sequence[float]:
 
 
 def last_turns_off(lines: Iterable[Line]) -> Mapping[str, Sequence[float]]:
-    """Seconds from what had turns go to the last of them answered on the log, by what that was."""
+    """Return the seconds from the cause to the last returned turn on the log, by cause."""
     found: dict[str, list[float]] = {}
     for line in lines:
         if line.what == NoteKind.OFF.value:
@@ -84,7 +84,10 @@ def last_turns_off(lines: Iterable[Line]) -> Mapping[str, Sequence[float]]:
 
 
 def last_lent(lines: Iterable[Line], lenders: Collection[str], *, since: float) -> float | None:
-    """When the last lender had parked and all its turns were off; None if one still lends, or none did `since` then."""
+    """Return the time when the last lender had parked and all its turns were off.
+
+    None if a lender still lends, or none lent at `since`.
+    """
     lends: dict[str, bool] = dict.fromkeys(lenders, False)
     at = 0.0
     for line in lines:

@@ -1,17 +1,17 @@
-"""The process that plays a fleet of emulated executors on a real bus: one thread for all of them.
+"""The process that runs a fleet of emulated executors on a real bus, with one thread for all executors.
 
     python -m bench.fleet.fleet PLAN       (as `bench.elastic` starts it)
 
 Keeps true
-- Each executor has an inbox, incarnations, heartbeats and turns of its own, as if it were a process. What they share is
-  librdkafka's clients, the thread that follows grants, and the contexts that any of them has served (what a turn that
-  moves reads back is `bench.contexts`' to measure).
-- `go` on standard input begins the clock of users and of what is done to executors; its end, or SIGTERM, has all of
-  them stop as executors do.
-- What happened is in the journal, a JSON line each, when it ends.
+- Each executor has its own inbox, incarnations, heartbeats and turns, as a process has. All executors share
+  librdkafka's clients, the thread that follows grants, and the contexts that any executor has served (`bench.contexts`
+  measures the read-back of moved turns).
+- `go` on standard input starts the clock of users and of actions on executors. The end of the input, or SIGTERM, stops
+  all executors in the regular way.
+- At its end the process writes the journal, with one line of JSON for each event.
 
-It decides nothing: `executor` does. Killed is an executor that falls silent with all that it held; frozen one that does
-nothing until it is thawed, and then goes on with what came meanwhile.
+All decisions are in `executor`. A killed executor falls silent with all its turns. A frozen executor does nothing until
+it is thawed, and then takes in everything that arrived in the meantime.
 """
 
 import sys
@@ -49,7 +49,7 @@ from rose.workers.lender.kv_budget import KvBudget, KvLimits
 from rose.workers.loadgen.traces import read_trace
 
 STEP_SECONDS = 0.04
-"""Between two looks at each executor: turns end, users come and leases end within it."""
+"""Time between two looks at each executor, in which turns end, users come and go, and leases end."""
 
 NAME = "emulated-fleet"
 
@@ -59,18 +59,18 @@ BLOCK_TOKENS = 16
 
 
 class Action(Enum):
-    """What is done to an executor."""
+    """An action on an executor."""
 
     START = "start"
     STOP = "stop"
     KILL = "kill"
-    """It falls silent."""
+    """The executor falls silent."""
     FREEZE = "freeze"
     THAW = "thaw"
 
 
 class PlannedAction(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them; left out where it cannot be done."""
+    """One planned action; it is skipped if it is impossible."""
 
     at: float
     """Seconds after `go`."""
@@ -79,18 +79,18 @@ class PlannedAction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom lenders serve, and with what."""
+    """The users of lenders, and the lenders' memory."""
 
     trace: str
     rates: ServingRates
     speed: float
     """Seconds of the trace in each second."""
     kv_bytes: int
-    """Of both tenants; a token of serving's takes one."""
+    """KV memory of serving and guest; a token of serving takes one byte."""
     headroom: float
-    """Share of them that is left free for serving, as in `rose.workers.lender.config`."""
+    """Share of the KV memory that is left free for serving, as in `rose.workers.lender.config`."""
     quiet_seconds: float
-    """Of the trace: so long after a cut a guest may grow again."""
+    """Time after a cut before a guest may grow again, in seconds of the trace."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,18 +98,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     bus: BusSettings
     job: str
-    """That lenders lend to."""
+    """Job to which lenders lend."""
     executors: tuple[ExecutorSpec, ...]
-    """Those that are there from the start, and those that actions start."""
+    """All executors: the ones that run from the start, and the ones that actions start."""
     lengths: Lengths
     serving: Serving | None = None
-    """None where nobody lends."""
+    """None if no executor lends."""
     actions: tuple[PlannedAction, ...] = ()
     journal: str
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the journal: what became of one executor, or of all at the end."""
+    """A line of the journal: one event of one executor, or of all executors at the end."""
 
     worker: str
     what: str
@@ -119,28 +119,28 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Taking = Callable[[FleetExecutor, float], Sequence[Output]]
-"""Something that an executor takes in at a moment."""
+"""Input of an executor at a time."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """The place of one executor, whether it is there or not."""
+    """One executor of the plan, running or not."""
 
     spec: ExecutorSpec
     users: Users | None
     executor: FleetExecutor | None = None
     frozen: bool = False
     missed: "list[Taking]" = field(default_factory=list)
-    """What came while it was frozen."""
+    """Inputs that arrived while it was frozen."""
     looked_at: float = 0.0
-    """Unix seconds."""
+    """Time of the last look, in unix seconds."""
 
 
 class Fleet:
-    """All of them, and what they share."""
+    """All executors, and the parts that they share."""
 
     def __init__(self, plan: Plan) -> None:
-        """Raises TraceError, TopicMissing or BusError."""
+        """Prepare the fleet. Raises TraceError, TopicMissing or BusError."""
         self._plan = plan
         self._began = time.time() - time.monotonic()
         self._gone_at: float | None = None
@@ -167,8 +167,9 @@ class Fleet:
         )
 
     def run(self, go: Event, stop: Event, ready: Callable[[], None]) -> None:
-        """Until `stop` is set. `ready` is called once all are there that begin with it."""
-        first = {planned.worker: planned.action for planned in self._actions}  # the earliest one of each comes last
+        """Run until `stop` is set. `ready` is called once all initial executors run."""
+        # The actions are sorted in reverse, so the earliest action of each worker wins.
+        first = {planned.worker: planned.action for planned in self._actions}
         for name, member in self._members.items():
             if first.get(name) is not Action.START:
                 self._start(member)
@@ -193,11 +194,11 @@ class Fleet:
         self._end()
 
     def _now(self) -> float:
-        """Unix seconds that never jump."""
+        """Return unix seconds that never jump."""
         return self._began + time.monotonic()
 
     def _start(self, member: Member) -> None:
-        """Mark the start in its inbox; it is there once that is on the log."""
+        """Write the executor's start to its inbox; the executor runs once the start is on the log."""
         spec = member.spec
 
         def marked(_: int, offset: int) -> None:
@@ -214,7 +215,7 @@ class Fleet:
         self._writer.tombstone(DISPATCHED, key=spec.name, partition=spec.slot, on_delivery=marked)
 
     def _do(self, now: float) -> None:
-        """What is due to be done to executors."""
+        """Run the due actions."""
         while self._actions and self._gone_at is not None and self._gone_at + self._actions[-1].at <= now:
             planned = self._actions.pop()
             member = self._members[planned.worker]
@@ -229,7 +230,7 @@ class Fleet:
             member.frozen = True
         elif action is Action.KILL:
             member.executor = None
-        else:  # who is to stop is thawed for it, as a process is
+        else:  # an executor that is to stop is thawed first, as a process is
             if member.frozen:
                 member.frozen, member.looked_at, missed = False, now, [*member.missed]
                 member.missed.clear()
@@ -270,7 +271,7 @@ class Fleet:
                 self._deliver(member, partial(_granted, grant, source, seen))
 
     def _deliver(self, member: Member, take: Taking) -> None:
-        """Have the executor take something in, now or once it is thawed."""
+        """Pass an input to the executor, now or once it is thawed."""
         if member.executor is not None and member.frozen:
             member.missed.append(take)
         elif member.executor is not None:
@@ -287,9 +288,9 @@ class Fleet:
             idle = member.users.idle(max(0.0, since - self._gone_at), now - self._gone_at)
         self._carry(member, member.executor.step(users, idle, now))
 
-    def _carry(self, member: Member, said: Iterable[Output]) -> None:
-        """Out of the core, onto the bus and into the journal."""
-        for each in said:
+    def _carry(self, member: Member, outputs: Iterable[Output]) -> None:
+        """Write the executor's outputs to the bus and to the journal."""
+        for each in outputs:
             match each:
                 case TurnResult():
                     self._write(each)
@@ -307,7 +308,7 @@ class Fleet:
                     self._note(member.spec.name, each.what.value, each.at, each.since, each.reason)
 
     def _answered(self, worker: str, note: Note, left: Iterator[int], *_: int) -> None:
-        """One of those that had to go is on the log."""
+        """Count a returned turn that is on the log."""
         if next(left) == 0:
             self._note(worker, note.what.value, self._now(), note.since, note.reason)
 
@@ -322,7 +323,7 @@ class Fleet:
         self._lines.append(Line(worker=worker, what=what, at=at, since=since, reason=reason))
 
     def _end(self) -> None:
-        """All of them stop, and the journal is written."""
+        """Stop all executors, and write the journal."""
         now = self._now()
         for member in self._members.values():
             if member.executor is not None:
@@ -365,7 +366,7 @@ def _users_of(serving: Serving | None, lenders: int) -> Sequence[Users]:
 
 
 def memory_of(spec: ExecutorSpec, serving: Serving) -> KvBudget:
-    """How a lender shares its KV memory with its users."""
+    """Return the KV budget of a lender with its users."""
     pool = spec.rates.kv_tokens * spec.kv_bytes_per_token
     bounds = KvLimits(
         total_bytes=serving.kv_bytes,
@@ -380,7 +381,7 @@ def memory_of(spec: ExecutorSpec, serving: Serving) -> KvBudget:
 
 
 def main() -> None:
-    """See the module."""
+    """Run a fleet; see the module."""
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
     go, stop = Event(), stop_on_signals()
 

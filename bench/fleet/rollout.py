@@ -1,6 +1,6 @@
-"""One rollout on emulated executors: a real router, environment worker and control app, and the fleet beside them.
+"""One rollout on emulated executors: a real router, environment worker and control app, and the fleet.
 
-Keeps true: nothing that was started here outlives the block; every sample is given an outcome, as a trainer would.
+Keeps true: no process outlives the block; every sample gets an outcome, as from a trainer.
 """
 
 import os
@@ -43,38 +43,38 @@ HOMES = 4
 RUN = "emulated"
 
 MODEL = Path(str(files("rose.workers.models") / "calculator"))
-"""Its tokenizer alone is used."""
+"""Model folder, of which only the tokenizer is used."""
 
 MOST_TOKENS = 64
-"""Of a turn."""
+"""Most tokens of a turn."""
 
 LIVE_ENVIRONMENTS = 4096
-"""All that there are: none is closed and restored later."""
+"""Number of live environments: no environment is closed and restored."""
 
 READY_SECONDS = 60.0
 
 SILENT_SECONDS = 60.0
-"""A rollout that ends no trajectory for so long goes on no more."""
+"""Time without an ended trajectory after which the rollout counts as stalled."""
 
 
 def job_of(settings: BusSettings) -> str:
-    """What the control app grants to."""
+    """Return the job to which the control app grants."""
     return run_id(settings.namespace, RUN)
 
 
 class Stalled(RoseError):
-    """A rollout that does not go on."""
+    """The rollout makes no progress."""
 
 
 class Trainer:
-    """Gives each sample its outcome, on a thread: the smallest thing that lets groups end."""
+    """A thread that writes an outcome for each sample: the smallest trainer that lets groups end."""
 
     def __init__(self, settings: BusSettings, samples: int) -> None:
-        """`samples`: partitions."""
+        """Start the thread. `samples`: number of sample partitions."""
         self.completed: dict[str, float] = {}
-        """By trajectory: when its sample was emitted, in unix seconds."""
+        """Time in unix seconds at which each trajectory's sample was emitted."""
         self.rewarded = 0
-        """Those that ended by themselves."""
+        """Number of trajectories that ended regularly."""
         self.samples: list[Sample] = []
         self._writer = Writer(settings, "bench-trainer")
         self._reader = Reader(settings, "bench-trainer")
@@ -105,10 +105,10 @@ class Trainer:
 
 
 class FleetProcess:
-    """The fleet, in a process of its own."""
+    """The fleet in its own process."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        """Raises Stalled for one that does not come up."""
+        """Start the fleet. Raises Stalled if it does not start."""
         self._journal = Path(plan.journal)
         file = folder / "fleet.json"
         file.write_bytes(msgspec.json.encode(plan))
@@ -126,13 +126,13 @@ class FleetProcess:
             raise Stalled(f"the fleet did not start: see {folder / 'fleet.log'}")
 
     def go(self) -> None:
-        """Users come from now on, and what the plan does is done."""
+        """Start the clock of users and of the plan's actions."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
     def stop(self) -> list[Line]:
-        """All of them leave; the journal."""
+        """Stop all executors; return the journal."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         if self.process.wait(READY_SECONDS):
@@ -147,19 +147,19 @@ class FleetProcess:
 
 @dataclass(slots=True)
 class Rollout:
-    """One that runs."""
+    """A running rollout."""
 
     settings: BusSettings
     fleet: FleetProcess
     trainer: Trainer
     control: ForkedProcess | None
     roles: Mapping[str, int]
-    """Process ids by name, the fleet's among them."""
+    """Process ids by name, including the fleet."""
     folder: Path
     began_at: float = 0.0
 
     def submit(self, prompts: Sequence[Prompt], *, go: bool = True) -> None:
-        """As a user does, all at once. With `go` the clocks of users and of the plan begin."""
+        """Submit all prompts at once, as a user does. `go` starts the clocks of users and of the plan."""
         with closing(Writer(self.settings, "bench-prompts")) as writer:
             if go:
                 self.fleet.go()
@@ -169,28 +169,28 @@ class Rollout:
             writer.flush()
 
     def until(self, met: Callable[[], bool]) -> None:
-        """Raises Stalled."""
+        """Wait until the condition holds. Raises Stalled."""
         seen, deadline = -1, time.monotonic() + SILENT_SECONDS
         while not met():
             if len(self.trainer.completed) != seen:
                 seen, deadline = len(self.trainer.completed), time.monotonic() + SILENT_SECONDS
             if time.monotonic() > deadline or self.fleet.process.poll() is not None:
                 raise Stalled(f"{seen} trajectories have ended, and no more do; logs are in {self.folder}")
-            time.sleep(0.1)  # what is waited for is asked of logs and of a process, and neither tells when it changes
+            time.sleep(0.1)  # logs and a process are polled, because neither reports a change
 
     def ended(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether all their trajectories have."""
+        """Return whether all trajectories of these prompts have ended."""
         groups = {prompt.group_id for prompt in prompts}
         done = sum(name.partition(":")[0] in groups for name in list(self.trainer.completed))
         return done == sum(prompt.group_size for prompt in prompts)
 
     def lending(self) -> set[str]:
-        """Those whose newest grant has them lend."""
+        """Return the workers whose newest grant lets them lend."""
         newest = {envelope.key: envelope.record for envelope in read_whole_topics(self.settings, [GRANTS])}
         return {name for name, grant in newest.items() if isinstance(grant, CapacityGrant) and grant.lend}
 
     def processor_seconds(self) -> dict[str, float]:
-        """By role, so far; of those that live."""
+        """Return the processor seconds of each live role so far."""
         taken = {}
         for name, pid in self.roles.items():
             with suppress(psutil.NoSuchProcess):
@@ -198,7 +198,7 @@ class Rollout:
         return taken
 
     def waiting(self) -> Iterable[tuple[float, int]]:
-        """When each summary was written, and how many turns waited."""
+        """Return the time of each summary, and its number of waiting turns."""
         for envelope in read_whole_topics(self.settings, [SUMMARIES]):
             if isinstance(envelope.record, CellSummary):
                 yield envelope.record.written_at, envelope.record.waiting_turns
@@ -208,7 +208,7 @@ class Rollout:
 def rollout(
     settings: BusSettings, plan: Plan, folder: Path, *, groups: int, control: Mapping[str, object] | None
 ) -> Iterator[Rollout]:
-    """The roles on a broker, topics created; `control`: its settings, None for a run without one."""
+    """Create the topics and run the roles. `control`: settings of the control app; None for a rollout without one."""
     folder.mkdir(parents=True, exist_ok=True)
     slots = 1 + max(spec.slot for spec in plan.executors)
     partitions = Partitions(home=HOMES, slots=slots, samples=2, chunks=1)
@@ -220,17 +220,17 @@ def rollout(
         "environment.max_turn_tokens": MOST_TOKENS,
         "environment.max_live_environments": LIVE_ENVIRONMENTS,
     }
-    wanted: list[tuple[str, Mapping[str, object]]] = [("router", {}), ("environment", environment)]
+    starts: list[tuple[str, Mapping[str, object]]] = [("router", {}), ("environment", environment)]
     if control is not None:
-        said = {f"control.{name}": value for name, value in control.items()}
-        wanted.append(("control", {"control.page_port": 0, **said}))
+        values = {f"control.{name}": value for name, value in control.items()}
+        starts.append(("control", {"control.page_port": 0, **values}))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
     with ForkServer(folder, inherited | {"PYTHONPATH": os.pathsep.join(sys.path)}) as fork_server:
         roles = {
             role: fork_server.start(
-                (role, "--number=0", *_flags(settings, said)), name=role, log=folder / f"{role}.log"
+                (role, "--number=0", *_flags(settings, values)), name=role, log=folder / f"{role}.log"
             )
-            for role, said in wanted
+            for role, values in starts
         }
         with closing(FleetProcess(plan, folder)) as fleet, closing(Trainer(settings, partitions.samples)) as trainer:
             parks = 0 if control is None else sum(spec.lends for spec in plan.executors)
@@ -240,21 +240,21 @@ def rollout(
 
 
 def _until_ready(roles: Collection[ForkedProcess], folder: Path, settings: BusSettings, *, parks: int) -> None:
-    """Also until the control app has told so many lenders to wait. Raises Stalled."""
+    """Wait until the roles are ready and the control app has parked this many lenders. Raises Stalled."""
     deadline = time.monotonic() + READY_SECONDS
     while True:
         ended = any(role.poll() is not None for role in roles)
-        told = len({envelope.key for envelope in read_whole_topics(settings, [GRANTS])})
-        heard = any(True for _ in read_whole_topics(settings, [SUMMARIES]))
-        said = (folder / "environment.log").read_text(encoding="utf-8")
-        if heard and told >= parks and "event=homes_recovered" in said:
+        decided = len({envelope.key for envelope in read_whole_topics(settings, [GRANTS])})
+        summarised = any(True for _ in read_whole_topics(settings, [SUMMARIES]))
+        log = (folder / "environment.log").read_text(encoding="utf-8")
+        if summarised and decided >= parks and "event=homes_recovered" in log:
             return
         if ended or time.monotonic() > deadline:
             raise Stalled(f"the roles did not come up: logs are in {folder}")
 
 
-def _flags(settings: BusSettings, said: Mapping[str, object]) -> Sequence[str]:
-    everything = {"run.name": RUN, "broker.embedded": str(settings.embedded).lower(), **said}
+def _flags(settings: BusSettings, values: Mapping[str, object]) -> Sequence[str]:
+    everything = {"run.name": RUN, "broker.embedded": str(settings.embedded).lower(), **values}
     properties = [word for name, value in settings.properties.items() for word in ("-X", f"{name}={value}")]
     words = [word for name, value in everything.items() for word in ("--set", f"{name}={value}")]
     return "--bootstrap-server", settings.bootstrap, "--namespace", settings.namespace, *properties, *words

@@ -1,13 +1,13 @@
-"""Emulated users of serving workers: the load of a real trace, what it leaves to turns, and what a fleet could spare.
+"""Emulated users of serving workers: the load of a real trace, and the capacity that it leaves to turns and to a fleet.
 
 Keeps true
-- Users are served as if alone: what guests cost them is `bench.coserve`'s to measure, not this.
-- A trace is played `speed` times as fast, from another moment of it on each worker, and again from its beginning. Of
-  its requests a worker is sent every so many-th, so that it is busy as serving fleets are.
-- A worker's guests compute while it has no user: it lends strictly, as is the default.
-- Who gives workers away in whole keeps what users asked for at most within the time that it takes to have one back. A
-  worker can serve as many at once as any of them ever does where each keeps its users: that they might be slower for it
-  counts against nobody.
+- Users are served as if alone: `bench.coserve` measures the cost of guests for users.
+- A trace is replayed `speed` times as fast, from another position for each worker, and repeated from its beginning. A
+  worker gets only a fraction of the requests, so that it is as busy as production workers are.
+- A worker's guests compute while it has no user: it lends strictly, which is the default.
+- An allocator of whole workers keeps the capacity that users needed at most within the time to get a worker back. The
+  capacity of a worker is the largest number of concurrent requests of any worker with its own users. That requests may
+  be slower at this load counts for no arm.
 
 Units: seconds of the trace, unless a name says otherwise. Pure.
 """
@@ -23,37 +23,38 @@ import msgspec
 from rose.workers.loadgen.traces import Arrival
 
 BUSY = 0.189
-"""Share of the time in which a worker serves somebody: what ROSE (arXiv 2605.06534) saw of production's devices."""
+"""Share of the time in which a worker serves a request: the share that ROSE (arXiv 2605.06534) reports for production
+devices."""
 
 UTILISED = 0.7
-"""Share of what they can serve to which whole workers are filled with users, as autoscalers aim for."""
+"""Utilisation up to which whole workers are filled with users, a usual target of autoscalers."""
 
 LOOK_SECONDS = 1.0
-"""Between two decisions about whole workers."""
+"""Time between two decisions about whole workers."""
 
 
 class Step(NamedTuple):
-    """Users of one worker, from a moment on."""
+    """Users of one worker, from a time on."""
 
     at: float
     running: int
-    """Requests."""
+    """Number of requests."""
     tokens: int
-    """Of KV that they hold: prompts and answers."""
+    """KV tokens that the requests hold: prompts and answers."""
 
 
 class ServingRates(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast serving is."""
+    """Rates of serving."""
 
     prefill_tokens_per_second: float
     tpot_seconds: float
 
 
 class Load:
-    """One trace as a worker sees it."""
+    """One trace as the load of a worker."""
 
     def __init__(self, arrivals: Sequence[Arrival], rates: ServingRates) -> None:
-        """`arrivals`: at least one."""
+        """Take the arrivals of a trace, at least one."""
         changes: list[tuple[float, int, int]] = []
         for each in arrivals:
             tokens = each.prompt_tokens + each.output_tokens
@@ -69,25 +70,25 @@ class Load:
         ends = [*self._times[1:], self._times[-1]]
         idle = ((end - step.at) * (not step.running) for step, end in zip(self.steps, ends, strict=True))
         self._idle = [*accumulate(idle, initial=self._times[0])]
-        """Seconds without anybody, before each step and in all."""
+        """Idle seconds before each step, and in total."""
 
     @property
     def seconds(self) -> float:
-        """From its beginning until nobody is served any more."""
+        """Return the time from the beginning of the trace until its last request is served."""
         return self._times[-1]
 
     @property
     def most_running(self) -> int:
-        """Requests at once."""
+        """Return the largest number of concurrent requests."""
         return max(step.running for step in self.steps)
 
     @property
     def busy(self) -> float:
-        """Share of the time in which somebody is served."""
+        """Return the share of the time with at least one request."""
         return 1.0 - self._idle[-1] / self.seconds
 
     def at(self, seconds: float) -> Step:
-        """As it is after so many seconds; `at` of the step is on the same clock."""
+        """Return the users after this many seconds; `at` of the step is on the same clock."""
         rounds, within = divmod(seconds, self.seconds)
         place = bisect_right(self._times, within) - 1
         began = rounds * self.seconds
@@ -96,7 +97,7 @@ class Load:
         return self.steps[place]._replace(at=began + self._times[place])
 
     def idle_until(self, seconds: float) -> float:
-        """Of so many, those in which nobody was served."""
+        """Return the idle seconds of the first `seconds` seconds."""
         rounds, within = divmod(seconds, self.seconds)
         place = bisect_right(self._times, within) - 1
         if place < 0:
@@ -106,28 +107,28 @@ class Load:
 
 
 class Users(NamedTuple):
-    """Of one worker; their clock begins at 0, and runs `speed` times as fast as anybody else's."""
+    """Users of one worker; their clock begins at 0 and runs `speed` times as fast as wall-clock time."""
 
     load: Load
     offset: float
-    """Where in the trace they begin."""
+    """Position in the trace at which they begin."""
     speed: float
     full: int
-    """Requests that a worker can serve at once."""
+    """Most requests that a worker serves at once."""
 
     def at(self, wall_seconds: float) -> Step:
-        """`at` of the step is in seconds of the same clock."""
+        """Return the users at this time; `at` of the step is in seconds of the same clock."""
         step = self.load.at(self.offset + wall_seconds * self.speed)
         return step._replace(at=(step.at - self.offset) / self.speed)
 
     def idle(self, since: float, until: float) -> float:
-        """Wall-clock seconds between these two in which nobody was served."""
+        """Return the wall-clock seconds between these two times without a request."""
         there, here = (self.load.idle_until(self.offset + each * self.speed) for each in (until, since))
         return (there - here) / self.speed
 
 
 def users_of(arrivals: Sequence[Arrival], rates: ServingRates, *, workers: int, speed: float) -> list[Users]:
-    """Of each worker."""
+    """Return the users of each worker."""
     every = next(many for many in range(1, len(arrivals)) if Load(arrivals[::many], rates).busy <= BUSY)
     loads = [Load(arrivals[first::every], rates) for first in range(min(every, workers))]
     full = max(load.most_running for load in loads)
@@ -136,7 +137,7 @@ def users_of(arrivals: Sequence[Arrival], rates: ServingRates, *, workers: int, 
 
 
 class Whole(NamedTuple):
-    """A worker is given to rollouts, or taken back; `at` in wall-clock seconds."""
+    """A worker is given to rollouts, or taken back; `at` is in wall-clock seconds."""
 
     at: float
     worker: int
@@ -144,23 +145,23 @@ class Whole(NamedTuple):
 
 
 def whole_workers(users: Sequence[Users], *, delay: float, wall_seconds: float) -> list[Whole]:
-    """What an allocator does that moves workers in whole, each given `delay` after it was seen to be spare.
+    """Return the moves of an allocator of whole workers; each worker is given `delay` after the decision.
 
-    Users of a worker that is given go to the others, which serve UTILISED of what they can at most. It keeps as many as
-    the most that was asked for within the last `delay` needed, and takes back at once.
+    Users of a worker that is given go to the other workers, which serve at most UTILISED of their capacity. The
+    allocator keeps as many workers as the highest load within the last `delay` needed, and takes workers back at once.
     """
     speed, full = users[0].speed, users[0].full
     looks = [
         number * LOOK_SECONDS - delay for number in range(math.ceil((wall_seconds * speed + delay) / LOOK_SECONDS))
     ]
-    asked = [sum(each.at(at / speed).running for each in users) for at in looks]
+    loads = [sum(each.at(at / speed).running for each in users) for at in looks]
     back = math.ceil(delay / LOOK_SECONDS)
     wanted_since: dict[int, float] = {}
     given: set[int] = set()
     moves: list[Whole] = []
     for place in range(back, len(looks)):
         at = looks[place]
-        kept = math.ceil(max(asked[place - back : place + 1]) / (UTILISED * full))
+        kept = math.ceil(max(loads[place - back : place + 1]) / (UTILISED * full))
         spare = max(0, len(users) - kept)
         for worker in range(len(users)):
             if worker >= spare:
@@ -175,12 +176,12 @@ def whole_workers(users: Sequence[Users], *, delay: float, wall_seconds: float) 
 
 
 def short_seconds(users: Sequence[Users], moves: Sequence[Whole], *, wall_seconds: float) -> float:
-    """Wall-clock seconds in which users asked for more than the workers hold that `moves` left to serving."""
+    """Return the wall-clock seconds in which users needed more than the workers that `moves` left to serving."""
     short, step, given, left = 0.0, LOOK_SECONDS / users[0].speed, 0, list(moves)[::-1]
     for number in range(math.ceil(wall_seconds / step)):
         at = number * step
         while left and left[-1].at <= at:
             given += 1 if left.pop().given else -1
-        asked = sum(each.at(at).running for each in users)
-        short += step * (asked > (len(users) - given) * users[0].full)
+        running = sum(each.at(at).running for each in users)
+        short += step * (running > (len(users) - given) * users[0].full)
     return short

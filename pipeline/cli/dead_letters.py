@@ -48,14 +48,14 @@ def list_dead_letters(common: Common, topic: str | None) -> None:
     """`rose dlq list`: prints one line for each dead letter, of one topic or of all topics."""
     with readable_log(load(common)) as settings:
         connect_as(settings, VIEW)
-        letters = read_dead_letter_infos(settings, *_topics(topic))
-    for letter in letters:
+        infos = read_dead_letter_infos(settings, *_topics(topic))
+    for letter in infos:
         key = (letter.key or b"").decode(errors="replace")
         again = f"  (sent back {moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
         print_line(
             f"{letter.place}  {moment(letter.dead_lettered_at)}  {_line(letter.reason)}  key {key or '-'}{again}"
         )
-    print_line(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
+    print_line(f"{len(infos)} dead letters{f' of {topic}' if topic else ''}")
 
 
 def show_dead_letter(common: Common, place: str) -> None:

@@ -98,16 +98,16 @@ def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
             return
     if newest is None:
         raise DrainTimeout(
-            f"no executor is heard by the name of {worker}: it will be drained when one comes; "
+            f"no executor named {worker} sends heartbeats: the drain takes effect when the executor starts; "
             f"`rose drain {worker} --release` takes that back"
         )
     raise DrainTimeout(f"{worker} still holds {len(newest.holds) // 8} turns: its engine does not give them back")
 
 
-def _is_empty(beat: SlackHeartbeat) -> bool:
-    if beat.state is ExecutorState.STOPPING:  # its turns are answered; a moving executor goes on in another cell
-        return not beat.paused_reason.startswith(MOVING_REASON)
-    return beat.paused_reason.startswith(DRAINED_REASON) and not beat.holds
+def _is_empty(heartbeat: SlackHeartbeat) -> bool:
+    if heartbeat.state is ExecutorState.STOPPING:  # its turns are answered; a moving executor goes on in another cell
+        return not heartbeat.paused_reason.startswith(MOVING_REASON)
+    return heartbeat.paused_reason.startswith(DRAINED_REASON) and not heartbeat.holds
 
 
 def _make_grant(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int = 0, **terms: object) -> CapacityGrant:
@@ -205,7 +205,7 @@ def _offset_of(group: GroupFound) -> int:
         return group.record.offset
     if group.record is not None and group.record.state is GroupState.SETTLED:
         raise UsageError(f"every trajectory of group {group.group_id} has its outcome already")
-    refused = {(letter.partition, letter.offset) for letter in group.letters}
+    refused = {(letter.partition, letter.offset) for letter in group.dead_letters}
     waiting = [
         found.offset
         for found in group.prompts

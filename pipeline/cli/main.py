@@ -138,9 +138,9 @@ def evaluate(
 @with_common
 def export(
     common: Common,
-    target: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder to write; it must not be there yet.")],
+    target: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder to write; it must not exist.")],
 ) -> None:
-    """Write the newest policy of a run as a model folder, also of a run that has not ended."""
+    """Write the newest policy of a run, running or ended, as a Hugging Face model folder."""
     from rose.pipeline.cli.run_commands import export_run
 
     export_run(common, target)
@@ -185,7 +185,7 @@ def lend(
         bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
     ] = False,
 ) -> None:
-    """Run a vLLM server that lends its idle capacity to rollouts, or lend an existing server by requests."""
+    """Run a vLLM server that lends idle capacity to rollouts, or lend an existing server over HTTP."""
     from rose.pipeline.cli.roles import run_endpoint_role, run_lender_role
 
     common = common.with_overrides(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
@@ -269,7 +269,7 @@ def grant(
         bool, typer.Option("--release", help="Delete the manual grant: the control app decides again.")
     ] = False,
 ) -> None:
-    """Have a lending server lend or park, whatever the control app decides, until the grant is released."""
+    """Make a lending server lend or park until the grant is released; this overrides the control app."""
     from rose.pipeline.cli.interventions import release_grant, send_grant
 
     if not release:
@@ -277,7 +277,7 @@ def grant(
     elif lend and not (kv_bytes or token_budget or reason):
         release_grant(common, worker)
     else:
-        raise UsageError("--release takes a grant back, and says nothing else: give it alone")
+        raise UsageError("--release deletes the manual grant and accepts no other option")
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -298,7 +298,7 @@ def drain(
     reason: Reason = "",
     release: Annotated[bool, typer.Option("--release", help="End the drain: the worker takes turns again.")] = False,
 ) -> None:
-    """Have a worker take no more turns, and wait until it holds none. Its node can then be removed."""
+    """Stop new turns for a worker, and wait until it holds none. Its node can then be removed."""
     from rose.pipeline.cli.interventions import DRAIN_TIMEOUT_SECONDS, release_drain
     from rose.pipeline.cli.interventions import drain as drain_worker
 
@@ -307,7 +307,7 @@ def drain(
     elif within is None and not reason:
         release_drain(common, worker)
     else:
-        raise UsageError("--release takes a drain back, and says nothing else: give it alone")
+        raise UsageError("--release ends the drain and accepts no other option")
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -317,7 +317,7 @@ def settle(
     name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or GROUP_ID for the whole group.")],
     reason: Reason = "",
 ) -> None:
-    """End a trajectory or a whole group as a failure of the infrastructure, for instance if it ends its worker."""
+    """End a trajectory or a whole group as an infrastructure failure, for instance if it crashes its worker."""
     from rose.pipeline.cli.interventions import settle_by_hand
 
     settle_by_hand(common, name, reason)
@@ -338,9 +338,9 @@ def status(
     common: Common,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known, as JSON.")] = False,
 ) -> None:
-    """Show who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
+    """Show which role waits for which, and why, on one screen. Exit status 1 if there is a problem."""
     waits = WaitNotice()
-    waits.show("loads what it looks with")
+    waits.show("loads the Kafka client")
     from rose.pipeline.cli.status import show_status
 
     show_status(common, as_json=as_json, waits=waits)

@@ -73,12 +73,12 @@ def _group_of(settings: BusSettings, name: str) -> GroupFound | None:
 
 
 def _is_known(group: GroupFound) -> bool:
-    return group.size is not None or bool(group.letters)
+    return group.size is not None or bool(group.dead_letters)
 
 
 def _group_facts(settings: BusSettings, group: GroupFound, found: TrajectoryFound) -> GroupFacts:
     prompts: list[PromptAt] = []
-    refused = {(letter.partition, letter.offset): letter.reason for letter in group.letters}
+    refused = {(letter.partition, letter.offset): letter.reason for letter in group.dead_letters}
     with closing(Reader(settings, "rose-why", group=ENVIRONMENT_GROUP)) as reader:
         homes = reader.partition_count(PROMPTS)
         places: list[Place] = [(PROMPTS, prompt.partition) for prompt in group.prompts]

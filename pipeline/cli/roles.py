@@ -208,7 +208,7 @@ ANNOUNCEMENT_STOP_SECONDS = 2.0
 
 
 MAX_NAMESAKES = 64
-"""Processes of one name on one host that are told apart."""
+"""Most processes of one name on one host that get different places."""
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def audit_run(common: Common) -> None:
         print_line(
             f"{len(names)} {kind}{': ' if names else ''}{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
         )
-    for topic, count in found.letters.items():
+    for topic, count in found.dead_letters.items():
         print_line(f"{count} dead letters of {topic.name}: see `rose dlq list`")
     if not audit.clean:
         raise AuditFailed("the conservation law does not hold on this log: see the trajectories above")

@@ -83,7 +83,7 @@ def unknown_parts(*, answered: bool, caught_up: bool, broker_error: str | None) 
         sentence = f"the broker does not say who is a member of which group, nor how far they have read{why}"
         yield Finding(Severity.UNWELL, "broker", sentence)
     if not caught_up:
-        sentence = f"the log was not read to its end within {LONGEST_SECONDS:.0f} s: what is told may be old"
+        sentence = f"the log was not read to its end within {LONGEST_SECONDS:.0f} s: the findings may be outdated"
         yield Finding(Severity.NOTE, "broker", sentence)
 
 
@@ -93,7 +93,7 @@ def deadline_after(seconds: float, bus: BusSettings) -> Callable[[], None]:
 
     def check() -> None:
         if time.monotonic() > deadline:
-            raise BrokerUnreachable(bus.bootstrap, f"it answers, but has not told its log within {seconds:.0f} s")
+            raise BrokerUnreachable(bus.bootstrap, f"it answers, but did not deliver its log within {seconds:.0f} s")
 
     return check
 

@@ -169,8 +169,8 @@ def load(common: Common, *, resolved: bool = False) -> Config:
     ]:
         _check_known(path, origin)
         if path[:2] == PROPERTIES:
-            for parts, said in _dotted(path[2:], value):
-                _say(merged, (*PROPERTIES, ".".join(parts)) if parts else PROPERTIES, said, origin)
+            for parts, leaf in _dotted(path[2:], value):
+                _say(merged, (*PROPERTIES, ".".join(parts)) if parts else PROPERTIES, leaf, origin)
         else:
             _say(merged, path, value, origin)
         origins[".".join(path[:2])] = origin
@@ -323,7 +323,7 @@ def _say(into: Values, path: tuple[str, ...], value: Any, origin: str) -> None:
     for name in path[:-1]:
         whole = whole.get(name, {})
         if not isinstance(whole, dict):
-            raise UsageError(f"{origin}: {'.'.join(path[:2])} is said as one value, and has no parts")
+            raise UsageError(f"{origin}: {'.'.join(path[:2])} is set as one value, and has no parts")
     _set_value(into, path, value)
 
 

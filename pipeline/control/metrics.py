@@ -49,7 +49,7 @@ class ControlCollector(Collector):
             ),
             CounterMetricFamily("rose_control_woken", "Times that a lender was woken."),
             CounterMetricFamily("rose_control_parked", "Times that a lender was parked."),
-            CounterMetricFamily("rose_control_moved", "Times that a worker was told to move to another cell."),
+            CounterMetricFamily("rose_control_moved", "Moves of a worker to another cell."),
             GaugeMetricFamily("rose_control_moving", "Workers that move to another cell."),
             GaugeMetricFamily(
                 "rose_control_waiting_seconds",

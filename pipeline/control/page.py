@@ -75,7 +75,7 @@ def _lender(core: ElasticityCore, name: str, lender: Lender, now: float) -> Stat
     elif manual_grant is not None:
         status, reason = f"by hand: {'lends' if manual_grant.lend else 'parked'}", manual_grant.reason
     elif not core.is_managed(name, now):
-        status, reason = "left alone", "not heard of" if lease is None else f"granted to {lease.grant.job}"
+        status, reason = "left alone", "no heartbeats" if lease is None else f"granted to {lease.grant.job}"
     return {
         "worker": name,
         "cell": lender.cell,

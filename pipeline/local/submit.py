@@ -51,7 +51,7 @@ class RequestedWork:
 
 def read_requested(settings: BusSettings) -> RequestedWork:
     """Read the requested work from the log. Raises TopicMissing or BusError."""
-    asked, waiting = RequestedWork(), dict[str, tuple[int, Prompt]]()
+    requested, waiting = RequestedWork(), dict[str, tuple[int, Prompt]]()
     with closing(Reader(settings, "rose-asked")) as reader:
         homes = reader.partition_count(PROMPTS)
     for envelope in read_whole_topics(settings, [PROMPTS], client_id="rose-asked"):
@@ -63,15 +63,15 @@ def read_requested(settings: BusSettings) -> RequestedWork:
     }
     for envelope in read_whole_topics(settings, [GROUPS], client_id="rose-asked"):
         if isinstance(envelope.record, Group):
-            asked.groups[envelope.key] = envelope.record
+            requested.groups[envelope.key] = envelope.record
         else:
-            asked.groups.pop(envelope.key, None)
+            requested.groups.pop(envelope.key, None)
     for place, (offset, prompt) in waiting.items():
-        group = asked.groups.get(prompt.group_id)
+        group = requested.groups.get(prompt.group_id)
         refused = group is not None and group.state is GroupState.REFUSED and group.offset == offset
         if place not in dead and not refused:
-            asked.prompts.setdefault(prompt.group_id, prompt)
-    return asked
+            requested.prompts.setdefault(prompt.group_id, prompt)
+    return requested
 
 
 SENT = "prompts.sent"
@@ -210,10 +210,10 @@ def remaining_work(settings: BusSettings, prompts: Sequence[Prompt], folder: Pat
 
     Raises UsageError if a prompt was changed after it was sent; TopicMissing or BusError.
     """
-    asked, noted = read_requested(settings), _read_sent(folder / SENT)
-    new = [prompt for prompt in prompts if not asked.knows(prompt.group_id)]
-    known = [prompt for prompt in prompts if asked.knows(prompt.group_id)]
-    changed = [prompt.group_id for prompt in known if _was_changed(prompt, asked, noted)]
+    requested, noted = read_requested(settings), _read_sent(folder / SENT)
+    new = [prompt for prompt in prompts if not requested.knows(prompt.group_id)]
+    known = [prompt for prompt in prompts if requested.knows(prompt.group_id)]
+    changed = [prompt.group_id for prompt in known if _was_changed(prompt, requested, noted)]
     if changed:
         named = ", ".join(changed[:SHOWN_GROUPS]) + (", ..." if len(changed) > SHOWN_GROUPS else "")
         raise UsageError(
@@ -222,7 +222,7 @@ def remaining_work(settings: BusSettings, prompts: Sequence[Prompt], folder: Pat
         )
     with (folder / SENT).open("ab") as file:
         file.write(b"".join(msgspec.json.encode([each.group_id, _digest(each)]) + b"\n" for each in new))
-    sizes = asked.sizes() | {prompt.group_id: prompt.group_size for prompt in new}
+    sizes = requested.sizes() | {prompt.group_id: prompt.group_size for prompt in new}
     return RunWork(new, len(known), sum(sizes.values()))
 
 
@@ -237,9 +237,9 @@ def _read_sent(file: Path) -> dict[str, str]:
     return noted
 
 
-def _was_changed(prompt: Prompt, asked: RequestedWork, noted: Mapping[str, str]) -> bool:
+def _was_changed(prompt: Prompt, requested: RequestedWork, noted: Mapping[str, str]) -> bool:
     """Return whether the prompt differs from the prompt that was sent with its id, as far as that is known."""
-    group, sent = asked.groups.get(prompt.group_id), asked.prompts.get(prompt.group_id)
+    group, sent = requested.groups.get(prompt.group_id), requested.prompts.get(prompt.group_id)
     if sent is not None:
         return _digest(sent) != _digest(prompt)
     if prompt.group_id in noted:

@@ -140,9 +140,9 @@ class Supervisor:
         A role that was about to finish its work may finish the work now.
         """
         for first in (True, False):
-            asked = [each for each in self._supervised if each.process and each.role.leaves_first is first]
-            self._end([each.process for each in asked if each.process])
-            self.finished = self.finished or any(each.finished_work for each in asked)
+            stopping = [each for each in self._supervised if each.process and each.role.leaves_first is first]
+            self._end([each.process for each in stopping if each.process])
+            self.finished = self.finished or any(each.finished_work for each in stopping)
 
     def _end(self, running: Sequence[ForkedProcess]) -> None:
         for process in running:
@@ -164,4 +164,6 @@ class Supervisor:
         if status == UsageError.exit_status or each.restarts.failures >= MOST_QUICK_CRASHES:
             often = "" if status == UsageError.exit_status else f", {each.restarts.failures} times in a row"
             raise RoleFailed(f"{each.role.name} {ended}{often}; the end of {each.log}:\n{each.last_lines()}")
-        return f"{each.role.name} {ended} and starts again in {pause:.1f} s; it said: {each.last_line()}"
+        return (
+            f"{each.role.name} {ended} and starts again in {pause:.1f} s; its last line of output: {each.last_line()}"
+        )

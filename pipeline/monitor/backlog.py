@@ -175,9 +175,9 @@ class Backlog:
         return min(waits.seen_seconds(home, now), self._owned.seen_seconds((home, owner.name), now))
 
     def _unread_now(self) -> Iterator[tuple[str, float]]:
-        slots = [state.beat.slot for state in self.view.executors.values()]
+        slots = [state.heartbeat.slot for state in self.view.executors.values()]
         for worker, state in self.view.executors.items():
-            since, at = self._sent.get(state.beat.slot, (-math.inf, -math.inf))
-            alone = slots.count(state.beat.slot) == 1  # else the executor that should read is unknown
+            since, at = self._sent.get(state.heartbeat.slot, (-math.inf, -math.inf))
+            alone = slots.count(state.heartbeat.slot) == 1  # else the executor that should read is unknown
             if alone and state.took_at < since and state.able_at <= at:
                 yield worker, self._unread.get(worker, at)

@@ -91,7 +91,7 @@ class BrokerSnapshot:
     """The broker's timestamp of the oldest waiting result, by home, Unix seconds; only if known."""
     workers: Sequence["WorkerMember"] = ()
     """The environment workers."""
-    letters: Mapping[str, int] = field(default_factory=dict)
+    dead_letters: Mapping[str, int] = field(default_factory=dict)
     """Number of dead letters by topic."""
     counted: Sequence["Unread"] = ()
     """The waiting prompts, if they were counted by reading."""
@@ -154,7 +154,7 @@ class BrokerProbe:
         """Readers without group membership: an AdminClient that queries committed offsets crashes while the group's
         coordinator moves (librdkafka 2.16 uses a pointer that only consumers have). The offsets are read uncommitted: a
         reader of committed records would wait here for every open transaction."""
-        self._letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
+        self._dead_letters = DeadLetterIndex(settings, *DEAD_LETTER_SOURCES, client_id=CLIENT)
         self._letter_ends_read: list[int] = []
         self._counted_at = -math.inf
         """When the waiting prompts were last counted by reading."""
@@ -207,7 +207,7 @@ class BrokerProbe:
                 results_at=results,
                 results_stamps=stamps,
                 workers=workers,
-                letters=self._count_letters(client),
+                dead_letters=self._count_dead_letters(client),
             )
         except (KafkaException, RoseError) as error:
             self.last_error = str(error)
@@ -226,8 +226,8 @@ class BrokerProbe:
         isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
     ) -> list[int]:
         """Return the end of each partition, by its topic's name on the broker, for readers of this isolation level."""
-        asked = {TopicPartition(*place): OffsetSpec.latest() for place in partitions}
-        answers = client.list_offsets(asked, isolation_level=isolation, request_timeout=ANSWER_SECONDS)
+        specs = {TopicPartition(*place): OffsetSpec.latest() for place in partitions}
+        answers = client.list_offsets(specs, isolation_level=isolation, request_timeout=ANSWER_SECONDS)
         return [offset_in(answer) for answer in answers.values()]
 
     def _committed(self, group: str, topics: tuple[Topic, ...]) -> dict[Place, int]:
@@ -297,14 +297,14 @@ class BrokerProbe:
                     break
         return found
 
-    def _count_letters(self, client: AdminClient) -> dict[str, int]:
+    def _count_dead_letters(self, client: AdminClient) -> dict[str, int]:
         """Return the number of pending dead letters by topic. The topics are read only if they have grown."""
         namespace = self._settings.namespace
         ends = self._ends(client, [(f"{namespace}{topic.dead_letters}", 0) for topic in DEAD_LETTER_SOURCES])
         if ends != self._letter_ends_read:
-            self._letters.read()
+            self._dead_letters.read()
             self._letter_ends_read = ends
-        return {topic.name: count for topic in DEAD_LETTER_SOURCES if (count := self._letters.pending(topic))}
+        return {topic.name: count for topic in DEAD_LETTER_SOURCES if (count := self._dead_letters.pending(topic))}
 
     def _name(self, topic: Topic) -> str:
         return self._settings.topic(topic)

@@ -124,12 +124,11 @@ def _longest(facts: Facts) -> float:
 
 
 def _beginnings(facts: Facts) -> Iterator[Finding]:
-    for each in facts.begun:
+    for each in facts.role_starts:
         if each.times >= RESTART_LIMIT:
             why = each.reason or "its process ends and is started again, its log says why"
             sentence = (
-                f"{each.role} begins anew again and again, "
-                f"{each.times} times within {RECENT_START_SECONDS:.0f} s: {why}"
+                f"{each.role} restarts again and again, {each.times} times within {RECENT_START_SECONDS:.0f} s: {why}"
             )
             yield Finding(Severity.UNWELL, "roles", sentence)
 
@@ -335,10 +334,10 @@ def _prompts(facts: Facts) -> Iterator[Finding]:
 
 
 def _dead_letters(facts: Facts) -> Iterator[Finding]:
-    if total := sum(facts.letters.values()):
-        where = ", ".join(f"{count} of {topic}" for topic, count in facts.letters.items())
-        letters = "dead letter" if total == 1 else "dead letters"
-        yield Finding(Severity.NOTE, "letters", f"{total} {letters} ({where}): see `rose dlq list`")
+    if total := sum(facts.dead_letters.values()):
+        where = ", ".join(f"{count} of {topic}" for topic, count in facts.dead_letters.items())
+        noun = "dead letter" if total == 1 else "dead letters"
+        yield Finding(Severity.NOTE, "letters", f"{total} {noun} ({where}): see `rose dlq list`")
 
 
 def _questions(facts: Facts) -> str:

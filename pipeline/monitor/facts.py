@@ -69,7 +69,7 @@ class ExecutorFacts:
 
     @property
     def ready(self) -> bool:
-        """Whether the executor is heard and ready for turns."""
+        """Whether the executor sends heartbeats and is ready for turns."""
         return self.state is ExecutorState.READY and not self.silent
 
 
@@ -133,7 +133,7 @@ class Facts:
     """The facts about a run. A fact that is not known is None, and no finding follows from it."""
 
     executors: Sequence[ExecutorFacts] = ()
-    begun: Sequence[RoleFacts] = ()
+    role_starts: Sequence[RoleFacts] = ()
     newest_version: int = -1
     """The newest trusted policy version on the log."""
     disbelieved: int = 0
@@ -177,7 +177,7 @@ class Facts:
     cells: Sequence[CellFacts] = ()
     """The cells, if there are several."""
     patience: Patience = PATIENCE
-    letters: Mapping[str, int] = field(default_factory=dict)
+    dead_letters: Mapping[str, int] = field(default_factory=dict)
     """Number of dead letters by topic."""
 
     @property

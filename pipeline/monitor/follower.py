@@ -149,7 +149,7 @@ class RunFollower:
         executors = self._backlog.executors(now, later=later)
         return Facts(
             executors=executors,
-            begun=view.recent_role_starts(now),
+            role_starts=view.recent_role_starts(now),
             newest_version=view.version,
             disbelieved=view.disbelieved,
             max_lag_versions=self._max_lag_versions,
@@ -175,7 +175,7 @@ class RunFollower:
             home_facts=list(self._backlog.homes(now, later=later)),
             cells=list(self._backlog.cell_facts(executors, now, later=later)),
             patience=self._patience,
-            letters=known.letters,
+            dead_letters=known.dead_letters,
         )
 
     def close(self) -> None:
@@ -207,8 +207,8 @@ class RunFollower:
             places += [(ROLE_STARTS, part) for part in range(self._reader.partition_count(ROLE_STARTS))]
         bounds = self._reader.all_watermarks(places)
         self._history = {place: end for place, (_, end) in bounds.items()}
-        beats = [place for place in places if place[0] is HEARTBEATS]
-        recent = self._reader.offsets_at(beats, time.time() - HEARTBEATS_SECONDS)
+        partitions = [place for place in places if place[0] is HEARTBEATS]
+        recent = self._reader.offsets_at(partitions, time.time() - HEARTBEATS_SECONDS)
         open_from = self._open_groups_from(settings, on_wait)
         begins: dict[Place, int] = {}
         for place, (low, end) in bounds.items():

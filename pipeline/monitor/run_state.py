@@ -45,7 +45,7 @@ CURVE_POINTS = 400
 class ExecutorRecord:
     """The newest heartbeat of an executor, and times derived from its heartbeats and results."""
 
-    beat: SlackHeartbeat
+    heartbeat: SlackHeartbeat
     at: float
     """When the heartbeat arrived; the start of reading if it was on the log before."""
     clock_off_seconds: float
@@ -200,7 +200,7 @@ class RunState:
     def able_seconds(self, now: float, workers: Collection[str] | None = None) -> float:
         """Longest time for which a live executor has been able to accept a turn; of `workers` only, if given."""
         known = [each for name, each in self.executors.items() if workers is None or name in workers]
-        alive = [each for each in known if now - each.at <= each.beat.ttl_seconds]
+        alive = [each for each in known if now - each.at <= each.heartbeat.ttl_seconds]
         return max((0.0, *(now - each.able_at for each in alive)))
 
     def turns_per_second(self, now: float) -> float:
@@ -218,8 +218,8 @@ class RunState:
     @property
     def heard_from_all(self) -> bool:
         """Whether each executor on the log has sent a heartbeat since the start of reading, or announced its stop."""
-        beats = self.executors.values()
-        return all(each.at > self.began or each.beat.state is ExecutorState.STOPPING for each in beats)
+        executors = self.executors.values()
+        return all(each.at > self.began or each.heartbeat.state is ExecutorState.STOPPING for each in executors)
 
     @property
     def open_groups(self) -> int:
@@ -295,7 +295,7 @@ class RunState:
         """Remove executors that are silent for long. Nothing is removed while no executor at all sends heartbeats."""
         last = max((state.at for state in self.executors.values()), default=self.began)
         for worker, state in list(self.executors.items()):
-            if state.at + state.beat.ttl_seconds + FORGET_SECONDS <= last:
+            if state.at + state.heartbeat.ttl_seconds + FORGET_SECONDS <= last:
                 del self.executors[worker]
 
     def _decide(self, group: Group) -> None:
@@ -327,20 +327,20 @@ class RunState:
                 self.curve.append(self.solved)
 
 
-def _state_of(beat: SlackHeartbeat, at: float, off: float) -> ExecutorRecord:
-    holds = _held(beat) > 0
+def _state_of(heartbeat: SlackHeartbeat, at: float, off: float) -> ExecutorRecord:
+    holds = _held(heartbeat) > 0
     return ExecutorRecord(
-        beat,
+        heartbeat,
         at,
         off,
-        able_at=at if _has_capacity(beat) else math.inf,
+        able_at=at if _has_capacity(heartbeat) else math.inf,
         held_at=at if holds else math.inf,
         took_at=at if holds else -math.inf,
     )
 
 
-def _held(beat: SlackHeartbeat) -> int:
-    return beat.rollout.running + beat.rollout.waiting
+def _held(heartbeat: SlackHeartbeat) -> int:
+    return heartbeat.rollout.running + heartbeat.rollout.waiting
 
 
 def _merge_states(known: ExecutorRecord | None, newest: ExecutorRecord) -> ExecutorRecord:
@@ -359,36 +359,36 @@ def _merge_states(known: ExecutorRecord | None, newest: ExecutorRecord) -> Execu
     return newest
 
 
-def _has_capacity(beat: SlackHeartbeat) -> bool:
+def _has_capacity(heartbeat: SlackHeartbeat) -> bool:
     """Return whether the executor can accept one more turn."""
-    ready = beat.state is ExecutorState.READY and beat.policy_version >= 0
-    return ready and _held(beat) < beat.max_turns
+    ready = heartbeat.state is ExecutorState.READY and heartbeat.policy_version >= 0
+    return ready and _held(heartbeat) < heartbeat.max_turns
 
 
 def _start(state: ExecutorRecord) -> tuple[int, int]:
-    return state.beat.slot, state.beat.incarnation
+    return state.heartbeat.slot, state.heartbeat.incarnation
 
 
 def _facts(state: ExecutorRecord, now: float) -> ExecutorFacts:
-    beat = state.beat
+    heartbeat = state.heartbeat
     return ExecutorFacts(
-        worker=beat.worker,
-        state=beat.state,
-        version=beat.policy_version,
-        refused_version=beat.refused_version,
-        refused_reason=beat.refused_reason,
+        worker=heartbeat.worker,
+        state=heartbeat.state,
+        version=heartbeat.policy_version,
+        refused_version=heartbeat.refused_version,
+        refused_reason=heartbeat.refused_reason,
         silent_seconds=max(0.0, now - state.at),
-        ttl_seconds=beat.ttl_seconds,
-        held=_held(beat),
-        slot=beat.slot,
-        ended_seconds=max(0.0, now - max(state.held_at, state.ended_at)) if _held(beat) else 0.0,
-        max_turns=beat.max_turns,
-        cuts=beat.cuts,
-        frozen=beat.frozen,
+        ttl_seconds=heartbeat.ttl_seconds,
+        held=_held(heartbeat),
+        slot=heartbeat.slot,
+        ended_seconds=max(0.0, now - max(state.held_at, state.ended_at)) if _held(heartbeat) else 0.0,
+        max_turns=heartbeat.max_turns,
+        cuts=heartbeat.cuts,
+        frozen=heartbeat.frozen,
         clock_off_seconds=state.clock_off_seconds,
-        kv_used=1 - beat.kv_bytes_free / beat.kv_bytes_total if beat.kv_bytes_total else 0.0,
-        tokens_per_second=beat.hardware.decode_tokens_per_second,
-        swap_seconds=beat.swap_seconds,
-        paused_reason=beat.paused_reason,
+        kv_used=1 - heartbeat.kv_bytes_free / heartbeat.kv_bytes_total if heartbeat.kv_bytes_total else 0.0,
+        tokens_per_second=heartbeat.hardware.decode_tokens_per_second,
+        swap_seconds=heartbeat.swap_seconds,
+        paused_reason=heartbeat.paused_reason,
         rivals=now - state.rival_at < SILENT_SECONDS,
     )

@@ -24,7 +24,7 @@ PLAIN_SECONDS = 10.0
 """Time between two plain lines when no step ends."""
 
 UNANSWERED_SECONDS = 8.0
-"""A broker that has not answered for so long is told to be away."""
+"""Time without an answer after which the broker is shown as away."""
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_VERSIONS = 60
@@ -55,7 +55,7 @@ class Screen:
         self._last_headline: str | None = None
 
     def run(self, more: Callable[[], bool], *, events: Callable[[], list[str]] = list) -> None:
-        """Show the run for as long as there is `more`; `events` are told between two looks."""
+        """Show the run for as long as there is `more`; `events` are printed between two looks."""
         if self._console.is_terminal:
             with Live(self._drawn(), console=self._console, refresh_per_second=4, transient=True) as live:
                 self._loop(more, events, DRAW_SECONDS, lambda: live.update(self._drawn()))
@@ -119,8 +119,8 @@ class Screen:
         view, elapsed = self._follower.run_state, monotonic() - self._began
         if not self._started_executors or view.applied_at >= view.began or elapsed >= STANDSTILL_SECONDS:
             return None
-        heard = {each.worker for each in facts.executors}
-        return [name for name in self._started_executors if name not in heard]
+        known = {each.worker for each in facts.executors}
+        return [name for name in self._started_executors if name not in known]
 
     def _drawn(self) -> Group:
         now, view = monotonic(), self._follower.run_state
@@ -183,7 +183,7 @@ def count_executors(executors: Sequence[ExecutorFacts]) -> str:
 def executor_table(executors: Sequence[ExecutorFacts]) -> Table | Text:
     """A row for each."""
     if not executors:
-        return Text("no executor has been heard of", "dim")
+        return Text("no heartbeats of executors yet", "dim")
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("executor")
     table.add_column("state")

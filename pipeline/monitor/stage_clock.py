@@ -79,23 +79,23 @@ class RoleStarts:
     """The recent starts of roles. Roles of one name in different places are counted separately."""
 
     clock: BrokerClock
-    _begun: dict[str, deque[RoleStart]] = field(default_factory=dict)
+    _starts: dict[str, deque[RoleStart]] = field(default_factory=dict)
     """The newest starts by role."""
 
     def on_role_begun(self, event: RoleBegun, at: float | None, stamp: float | None) -> None:
         """Add the start of a role. `at`: when it was read; `stamp`: when the broker stored it, Unix seconds."""
-        self._begun.setdefault(event.role, deque(maxlen=REMEMBERED_STARTS)).append(RoleStart(event, at, stamp))
+        self._starts.setdefault(event.role, deque(maxlen=REMEMBERED_STARTS)).append(RoleStart(event, at, stamp))
 
     def add_absence(self, seconds: float) -> None:
         """Count time in which the broker was away."""
-        for beginnings in self._begun.values():
+        for beginnings in self._starts.values():
             for each in beginnings:
                 each.at = None if each.at is None else each.at + seconds
 
     def recent(self, now: float) -> list[RoleFacts]:
         """Return the roles that have started recently, for each name by the place with most starts."""
         found = []
-        for role, beginnings in sorted(self._begun.items()):
+        for role, beginnings in sorted(self._starts.items()):
             late = [each.event for each in beginnings if self._seconds(each, now) <= RECENT_START_SECONDS]
             times: Counter[str] = Counter()
             for event in late:
@@ -108,13 +108,13 @@ class RoleStarts:
 
     def first_within(self, seconds: float, now: float) -> float:
         """Return the age of the oldest start within `seconds`; `seconds` if there is none."""
-        begun = (self._seconds(each, now) for beginnings in self._begun.values() for each in beginnings)
-        return max((since for since in begun if since <= seconds), default=seconds)
+        ages = (self._seconds(each, now) for beginnings in self._starts.values() for each in beginnings)
+        return max((since for since in ages if since <= seconds), default=seconds)
 
-    def _seconds(self, begun: RoleStart, now: float) -> float:
-        if begun.at is not None:
-            return now - begun.at
-        since = None if begun.stamp is None else self.clock.seconds_since(now, begun.stamp)
+    def _seconds(self, start: RoleStart, now: float) -> float:
+        if start.at is not None:
+            return now - start.at
+        since = None if start.stamp is None else self.clock.seconds_since(now, start.stamp)
         return math.inf if since is None else since
 
 

@@ -91,7 +91,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "Time taken from serving's loop",
-            "Share of its time in which a server shares its memory out anew.",
+            "Share of the server's time in which KV memory is divided between serving and guest.",
             "percentunit",
             mean_and_worst(f"rate(rose_lender_look_seconds_total[{RATE}])"),
             LENDER,
@@ -105,8 +105,8 @@ SERVING = Dashboard(
         ),
         Panel(
             "Who is to lend, and where",
-            "By what the control app decided, and how many of them were told by hand; who is on the way to another "
-            "cell. If wakes and parkings, or moves, go on without end, look at its page.",
+            "Lenders by decision of the control app, including manual grants, and lenders on the way to another "
+            "cell. If wakes and parks, or moves, continue without end, look at the page of the control app.",
             "short",
             {
                 "{{told}}": "sum by (told) (rose_control_lenders)",

@@ -197,7 +197,7 @@ CONFIG_INTRODUCTION = """A run is configured by one TOML file (`--config`), by v
 config` prints the resolved configuration with the origin of every value; an unknown key or an
 invalid value is refused with one sentence.
 
-A key that is not in this page but follows another key is set by that key:""" + (
+A key that is not in this page but follows another key is set by that key: """ + (
     "; ".join(f"{code(key)} from {' and '.join(map(code, sources))}" for key, sources in SHARED.items()) + "."
 )
 

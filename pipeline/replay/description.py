@@ -155,8 +155,8 @@ def _dispatch(dispatch: TurnDispatch, number: int) -> Iterator[str]:
     )
     over = f"; {cost.passed_over} would have cost {_ms(cost.passed_over_seconds)}" if cost.passed_over else ""
     yield f"    because  {_ms(seconds)} = {why}{over}"
-    if dispatch.begun is not None:
-        yield f"    goes on  behind {count(dispatch.begun.tokens)} tokens that an attempt before it sampled"
+    if dispatch.partial is not None:
+        yield f"    goes on  behind {count(dispatch.partial.tokens)} tokens that an attempt before it sampled"
 
 
 def _result(result: TurnResult, decode: Decode | None, *, timed: bool) -> Iterator[str]:

@@ -138,8 +138,8 @@ def fold_trajectory(trajectory_id: str, records: TrajectoryRecords) -> Trajector
 
 def _place(history: TrajectoryHistory, sample: Sample) -> None:
     """Add a sample to the episode whose turns it holds."""
-    asked = [(turn.turn, turn.times.requested_at) for turn in sample.turns]
-    life = _episode_of(history, *asked[0]) if asked else _newest(history)
+    requests = [(turn.turn, turn.times.requested_at) for turn in sample.turns]
+    life = _episode_of(history, *requests[0]) if requests else _newest(history)
     life.samples.append(sample)
     for applied in sample.turns:
         turn = life.turns.setdefault(applied.turn, EpisodeTurn())
@@ -225,7 +225,7 @@ class GroupFound:
     """The newest record of the group in its home; None if there is none."""
     prompts: tuple[PromptFound, ...]
     """In the order of partition and offset. For an opened group only the prompt that opened it, if the log has it."""
-    letters: tuple[DeadLetter, ...]
+    dead_letters: tuple[DeadLetter, ...]
     """Dead letters of its refused prompts, oldest first."""
     open_at_home: int
     """Number of open groups of its home."""
@@ -284,10 +284,10 @@ def find_group(settings: BusSettings, group_id: str) -> GroupFound:
     def of_group(letter: DeadLetter) -> bool:
         return _names(letter.raw.value, group_id) or (letter.raw.key or b"") == group_id.encode()
 
-    letters = tuple(read_dead_letters(settings, PROMPTS, selects=of_group, client_id=CLIENT))
+    dead_letters = tuple(read_dead_letters(settings, PROMPTS, selects=of_group, client_id=CLIENT))
     prompts.sort(key=lambda found: (found.partition, found.offset))
     open_at_home = sum(group is not None and group.state is GroupState.OPEN for group in groups.values())
-    return GroupFound(group_id, home, record, tuple(prompts), letters, open_at_home)
+    return GroupFound(group_id, home, record, tuple(prompts), dead_letters, open_at_home)
 
 
 def find_trajectory(settings: BusSettings, group: GroupFound, trajectory_id: str) -> TrajectoryFound:

@@ -127,8 +127,8 @@ def occupancy(history: RunHistory) -> go.Figure | None:
     turns = [turn for turn in history.turns if turn.worker]
     if not turns:
         return None
-    begun, ended = history.span_seconds
-    moments = np.linspace(begun, ended, OCCUPANCY_POINTS)
+    began, ended = history.span_seconds
+    moments = np.linspace(began, ended, OCCUPANCY_POINTS)
     by_worker = _by_worker(turns)
     workers = {worker: by_worker[worker] for worker in _shown(by_worker)}
     if others := [own for worker, own in by_worker.items() if worker not in workers]:
@@ -137,7 +137,7 @@ def occupancy(history: RunHistory) -> go.Figure | None:
     for (worker, own), colour in zip(workers.items(), _spread([BLUE, TEAL, AMBER], len(workers)), strict=True):
         held = _held(own, moments)
         figure.add_scatter(
-            x=moments - begun,
+            x=moments - began,
             y=held,
             stackgroup="engines",
             line={"width": 0.5, "color": colour},
@@ -146,8 +146,8 @@ def occupancy(history: RunHistory) -> go.Figure | None:
             hovertemplate="%{y} turns at %{x:.0f} s<extra>" + worker + "</extra>",
         )
     for version in history.versions:
-        figure.add_vline(x=version.published_at - begun, line={"color": INK, "width": 0.8, "dash": "dot"}, opacity=0.35)
-    figure.update_xaxes(title_text="seconds", range=[0, ended - begun])
+        figure.add_vline(x=version.published_at - began, line={"color": INK, "width": 0.8, "dash": "dot"}, opacity=0.35)
+    figure.update_xaxes(title_text="seconds", range=[0, ended - began])
     figure.update_yaxes(title_text="turns in engine")
     return figure
 
@@ -157,7 +157,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
     window = _window(history)
     if not window:
         return None
-    begun, _ = history.span_seconds
+    began, _ = history.span_seconds
     by_worker = _by_worker(window)
     workers = _shown(by_worker)
     busiest = f", on the {len(workers)} busiest of {len(by_worker)} workers" if len(workers) < len(by_worker) else ""
@@ -167,12 +167,12 @@ def timeline(history: RunHistory) -> go.Figure | None:
     for row, worker in enumerate(workers, 1):
         lanes = _lanes(by_worker[worker])
         for version in versions:
-            figure.add_trace(_bars(lanes, version, begun, colours[version], legend=row == 1), row=row, col=1)
+            figure.add_trace(_bars(lanes, version, began, colours[version], legend=row == 1), row=row, col=1)
         figure.update_yaxes(title_text=worker, showticklabels=False, row=row, col=1)
         for swap in history.swaps:
             if swap.worker == worker and _starts(window[0]) <= swap.at <= _ends(window):
                 figure.add_vline(
-                    x=swap.at - begun,
+                    x=swap.at - began,
                     line={"color": INK, "width": 1.2},
                     annotation={
                         "text": f"version {swap.version}, {1000 * swap.seconds:.0f} ms",
@@ -343,11 +343,11 @@ def _lanes(turns: Sequence[TurnFact]) -> list[tuple[int, TurnFact]]:
     return placed
 
 
-def _bars(lanes: Sequence[tuple[int, TurnFact]], version: int, begun: float, colour: str, *, legend: bool) -> go.Bar:
+def _bars(lanes: Sequence[tuple[int, TurnFact]], version: int, began: float, colour: str, *, legend: bool) -> go.Bar:
     own = [(lane, turn) for lane, turn in lanes if turn.version == version]
     return go.Bar(
         y=[lane for lane, _ in own],
-        base=[_starts(turn) - begun for _, turn in own],
+        base=[_starts(turn) - began for _, turn in own],
         x=[_held_seconds(turn) for _, turn in own],
         orientation="h",
         marker={"color": colour, "line": {"width": 0.4, "color": "white"}},
@@ -390,10 +390,10 @@ LENDING_HEIGHTS = (0.15, 0.25, 0.25, 0.35)
 """Relative heights of the panels."""
 
 LENDING_CAPTIONS = (
-    ("What serving’s users got", "tokens a second", BLUE),
-    ("How long they waited for a first token", "ms: median and slowest of each second", TEAL),
-    ("How long for each further token", "ms", TEAL),
-    ("What rollouts got from the same engine meanwhile", "tokens a second", ROSE),
+    ("Tokens generated for serving requests", "tokens a second", BLUE),
+    ("TTFT of serving requests", "ms: median and maximum of each second", TEAL),
+    ("TPOT of serving requests", "ms", TEAL),
+    ("Tokens sampled by the guest", "tokens a second", ROSE),
 )
 """Caption, unit and colour of each panel."""
 
@@ -484,7 +484,7 @@ def _latency_panel(
     )
     figure.add_hline(y=1000 * budget, line={"color": INK, "width": 1.3, "dash": "dash"}, row=number, col=1)
     figure.add_annotation(
-        text=f"<b>promised: {1000 * budget:g} ms</b>",
+        text=f"<b>target: {1000 * budget:g} ms</b>",
         font={"size": 12, "color": INK},
         x=1,
         xref=f"x{number} domain",

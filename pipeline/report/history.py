@@ -185,7 +185,9 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
             case _:
                 pass
     history.turns.sort(key=lambda turn: turn.times.requested_at)
-    history.lender_statuses += [_silent_status(beat) for beat in lenders.values() if _lender_status(beat).frozen]
+    history.lender_statuses += [
+        _silent_status(heartbeat) for heartbeat in lenders.values() if _lender_status(heartbeat).frozen
+    ]
     history.trajectories.sort(key=lambda trajectory: trajectory.completed_at)
     history.versions.sort(key=lambda version: version.published_at)
     history.swaps.sort(key=lambda swap: swap.at)
@@ -241,31 +243,38 @@ def _version(manifest: WeightManifest) -> VersionFact:
     )
 
 
-def _lender_status(beat: SlackHeartbeat) -> LenderStatus:
+def _lender_status(heartbeat: SlackHeartbeat) -> LenderStatus:
     return LenderStatus(
-        worker=beat.worker,
-        incarnation=beat.incarnation,
-        at=beat.sent_at,
-        version=beat.policy_version,
-        cuts=beat.cuts,
-        frozen=beat.frozen and beat.state is not ExecutorState.STOPPING,
+        worker=heartbeat.worker,
+        incarnation=heartbeat.incarnation,
+        at=heartbeat.sent_at,
+        version=heartbeat.policy_version,
+        cuts=heartbeat.cuts,
+        frozen=heartbeat.frozen and heartbeat.state is not ExecutorState.STOPPING,
     )
 
 
-def _changed_status(before: SlackHeartbeat | None, beat: SlackHeartbeat) -> Iterator[LenderStatus]:
+def _changed_status(before: SlackHeartbeat | None, heartbeat: SlackHeartbeat) -> Iterator[LenderStatus]:
     """Yield the status changes of a heartbeat; a silence before it ends a freeze."""
     stood = None if before is None else _lender_status(before)
-    if before is not None and stood is not None and stood.frozen and beat.sent_at > before.sent_at + before.ttl_seconds:
+    if (
+        before is not None
+        and stood is not None
+        and stood.frozen
+        and heartbeat.sent_at > before.sent_at + before.ttl_seconds
+    ):
         yield (stood := _silent_status(before))
-    standing = _lender_status(beat)
+    standing = _lender_status(heartbeat)
     if stood is None or replace(standing, at=stood.at) != stood:
         yield standing
 
 
-def _silent_status(beat: SlackHeartbeat) -> LenderStatus:
+def _silent_status(heartbeat: SlackHeartbeat) -> LenderStatus:
     """Return the status after the last heartbeat: a lender that was killed or stopped is not frozen."""
-    return replace(_lender_status(beat), at=beat.sent_at + beat.ttl_seconds, frozen=False)
+    return replace(_lender_status(heartbeat), at=heartbeat.sent_at + heartbeat.ttl_seconds, frozen=False)
 
 
-def _swap(beat: SlackHeartbeat) -> Swap:
-    return Swap(worker=beat.worker, version=beat.policy_version, at=beat.sent_at, seconds=beat.swap_seconds)
+def _swap(heartbeat: SlackHeartbeat) -> Swap:
+    return Swap(
+        worker=heartbeat.worker, version=heartbeat.policy_version, at=heartbeat.sent_at, seconds=heartbeat.swap_seconds
+    )

@@ -44,7 +44,7 @@ class LendingSecond(msgspec.Struct, kw_only=True):
 
     at: int
     """Start of the second, Unix seconds."""
-    asked: int = 0
+    requests: int = 0
     """Number of requests that users sent."""
     failed: int = 0
     """Number of these requests that failed."""
@@ -118,7 +118,7 @@ def _users(rows: dict[int, LendingSecond], served: Sequence[UserRequest]) -> Non
         row = rows.get(second)
         if row is None:
             continue
-        row.asked, row.failed = len(requests), sum(bool(each.error) for each in requests)
+        row.requests, row.failed = len(requests), sum(bool(each.error) for each in requests)
         first = [each.first_token_seconds for each in requests if each.first_token_seconds is not None]
         between = [each.token_seconds for each in requests if each.token_seconds is not None]
         row.ttft, row.ttft_most = _median_and_most(first)
@@ -262,15 +262,15 @@ def summarise_lending(
 def lending_sentence(lending: Lending) -> str:
     """Return the main result of lending in one or two sentences."""
     if not lending.requests:
-        return "Nobody asked the serving engine for anything: what was lent was idle."
+        return "The serving engine had no requests: all lent capacity was idle."
     if not lending.turns:
-        return "The serving engine served its users and lent nothing: its log says why."
+        return "The serving engine answered requests and lent nothing. Its log has the reason."
     failed = f" {lending.failed:,} of them failed." if lending.failed else ""
-    undrawn = f" Lent turns in no second of the picture: {lending.undrawn:,}." if lending.undrawn else ""
+    undrawn = f" Lent turns outside the plotted seconds: {lending.undrawn:,}." if lending.undrawn else ""
     kept, share = f"{100 * lending.kept:.1f} %", f"{100 * lending.share:.0f} %"
     return (
         f"Serving answered {lending.requests:,} requests, replayed from a trace of real users, {kept} of them within "
-        f"its promise. Meanwhile its engine sampled {share} of the run's rollout tokens.{failed}{undrawn}"
+        f"the latency targets. Meanwhile its engine sampled {share} of the run's rollout tokens.{failed}{undrawn}"
     )
 
 

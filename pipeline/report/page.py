@@ -85,7 +85,7 @@ def conservation_sentence(summary: Summary) -> str:
     if summary.lost or summary.doubled:
         verdict = f"{summary.lost} were lost and {summary.doubled} counted twice"
     return (
-        f"Of {_number(terms['requested'])} trajectories asked for, each has one end: {ends or 'none yet'}; {verdict}."
+        f"Of {_number(terms['requested'])} requested trajectories, each has one end: {ends or 'none yet'}; {verdict}."
     )
 
 

@@ -127,7 +127,7 @@ def summarise(
 ) -> Summary:
     """Return the figures of one run."""
     turns = history.turns
-    begun, ended = history.span_seconds
+    began, ended = history.span_seconds
     return Summary(
         run=run,
         seed=seed,
@@ -139,7 +139,7 @@ def summarise(
         doubled=len(audit.doubled),
         success=facts.success,
         turns=len(turns),
-        turns_per_second=len(turns) / (ended - begun) if ended > begun else 0.0,
+        turns_per_second=len(turns) / (ended - began) if ended > began else 0.0,
         turns_repeated=sum(turn.attempt > 0 for turn in turns),
         sampled_tokens=sum(turn.sampled_tokens for turn in turns),
         prefix_cache=PrefixCache(

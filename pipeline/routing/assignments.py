@@ -191,8 +191,8 @@ class Assignments:
             turn.failures = newest.failures  # the request comes from its own topic: a dispatch holds only a copy
             turn.attempt = newest.attempt
             turn.prefill_seconds = newest.cost.prefill_seconds
-            if newest.begun is not None:
-                turn.keep_partial(newest.begun)
+            if newest.partial is not None:
+                turn.keep_partial(newest.partial)
             self._queue.remove(turn)
             self.assign(turn, newest.worker, now)
             if _incarnation_of(newest) != _incarnation_of(newest_of[newest.worker]):

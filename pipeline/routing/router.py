@@ -125,11 +125,13 @@ class Retries:
         """Fail a turn whose patience has passed; the reason says what the turn waited for."""
         patience = f"{turn.patience_seconds:g} s"
         if turn.worker:
-            return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
+            return self._fail(
+                turn, f"{turn.worker}, which has the turn, did not list it as running for {patience}", now
+            )
         if turn.seeded and self._placement.refuses_seeds:
             return self._fail(turn, "no executor takes turns with a seed", now)
         if turn.context_missing:
-            return self._fail(turn, f"its context is torn, and nobody asked again with an anchor in {patience}", now)
+            return self._fail(turn, f"its context cannot be read, and no anchor request came within {patience}", now)
         return self._fail(turn, f"no executor has taken it up in {patience}", now)
 
     def remove(self, turn: Turn, *, answered: bool) -> None:
@@ -292,7 +294,7 @@ class Router:
         executor = self.liveness.executors[heartbeat.worker]
         decisions: list[Decision] = []
         if replaced is not None:
-            decisions += self._release_executor(replaced, f"{heartbeat.worker} started anew", now)
+            decisions += self._release_executor(replaced, f"{heartbeat.worker} restarted", now)
         if executor.heartbeat is not heartbeat:  # the heartbeat belongs to an older incarnation
             return [*decisions, *self._dispatch_waiting(now)]
         if returned:
@@ -369,7 +371,7 @@ class Router:
             decisions += self.on_result(result, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
             self.assignments.complete(turn)
-            decisions += self.retries.reissue(turn, "its executor started anew", started_at, fault=True)
+            decisions += self.retries.reissue(turn, "its executor restarted", started_at, fault=True)
         now = clock()
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
@@ -462,9 +464,9 @@ class Router:
         return decisions
 
     def _query(self, turn: Turn) -> PlacementQuery:
-        begun = turn.partial_tokens
-        context_tokens = turn.context_tokens + begun
-        new_tokens = turn.lengths.expected(turn.turn, turn.max_tokens) - begun
+        partial_tokens = turn.partial_tokens
+        context_tokens = turn.context_tokens + partial_tokens
+        new_tokens = turn.lengths.expected(turn.turn, turn.max_tokens) - partial_tokens
         return PlacementQuery(
             context_tokens,
             new_tokens if new_tokens > 1.0 else 1.0,
@@ -495,7 +497,7 @@ class Router:
             self.prefix_locations.on_prompt_dispatched(turn.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
         return TurnDispatch(
-            asked=msgspec.Raw(wire),
+            request_wire=msgspec.Raw(wire),
             home=turn.home,
             offset=turn.offset,
             cut=cut,
@@ -508,7 +510,7 @@ class Router:
             dispatched_at=now,
             cost=choice.cost,
             queued_at=turn.queued_at,
-            begun=turn.partial,
+            partial=turn.partial,
         )
 
     def _record_prefix(self, turn: Turn, result: TurnResult, resumed_tokens: int) -> None:

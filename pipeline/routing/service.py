@@ -157,7 +157,7 @@ class RouterService:
             found[item.partition % self.cells].append(item)
         self._membership.ensure_owner()
         if self._membership.owned != self.sessions.keys():
-            raise OwnershipLost("the group has decided anew who serves what")
+            raise OwnershipLost("the consumer group was rebalanced")
         for ownership, session in self.sessions.items():
             self._membership.ensure_owner(ownership)  # the session before may have taken long
             session.run_once(found[ownership.cell])

@@ -66,7 +66,7 @@ EXAMPLES: tuple[Record, ...] = (
     PROMPT,
     REQUEST,
     TurnDispatch(
-        asked=msgspec.Raw(encode(REQUEST)),
+        request_wire=msgspec.Raw(encode(REQUEST)),
         home=5,
         offset=23,
         cut=True,
@@ -87,7 +87,7 @@ EXAMPLES: tuple[Record, ...] = (
             passed_over_seconds=3.0,
         ),
         queued_at=1.5625,
-        begun=Part(
+        partial=Part(
             tokens=pack_tokens([9, 7]),
             logprobs=pack_logprobs([-0.5, -0.25]),
             spans=(SPAN,),

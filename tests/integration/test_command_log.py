@@ -134,7 +134,7 @@ def test_dead_lettered_sample_does_not_violate_the_law(log: Log) -> None:
     log.writer.flush()
     found = inspect_log(log.settings)
     assert found.audit.clean
-    assert found.letters == {SAMPLES: 2}
+    assert found.dead_letters == {SAMPLES: 2}
 
 
 def named(envelope: Envelope) -> str:
@@ -149,7 +149,7 @@ def test_foreign_dead_letter_is_listed_with_any_headers(log: Log, capsys: pytest
     list_dead_letters(common(log.settings), None)
     listed = capsys.readouterr().out
     assert listed.startswith(f"{PROMPTS.name}/-1/-1  20")
-    assert inspect_log(log.settings).letters == {PROMPTS: 1}
+    assert inspect_log(log.settings).dead_letters == {PROMPTS: 1}
     with pytest.raises(UsageError, match="does not say where its message lay"):
         retry_dead_letter(common(log.settings), f"{PROMPTS.name}/-1/-1", None, None)
 
@@ -179,7 +179,7 @@ def test_prompt_with_a_too_long_id_is_dead_lettered_and_not_pending(log: Log) ->
     log.writer.dead_letter(spoiled[0], spoiled[0].reason)
     log.writer.flush()
     found = inspect_log(log.settings)
-    assert (found.audit.requested, found.letters) == (0, {PROMPTS: 1})
+    assert (found.audit.requested, found.dead_letters) == (0, {PROMPTS: 1})
 
 
 def test_trajectory_is_replayed_from_its_home_only(log: Log, capsys: pytest.CaptureFixture[str]) -> None:

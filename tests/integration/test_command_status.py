@@ -190,7 +190,7 @@ def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log
     assert found is not None
     assert (found.environment_workers, found.homes_owned) == (1, PARTITIONS.home)
     assert (found.prompts_waiting, found.lag[COMPLETED]) == (1, 1)
-    assert found.letters == {PROMPTS.name: 1}
+    assert found.dead_letters == {PROMPTS.name: 1}
 
 
 def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +206,7 @@ def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytes
         show_status(common(log.settings), as_json=False)
     text = capsys.readouterr().out
     for words in (
-        "no executor has been heard of",
+        "no heartbeats of executors yet",
         "1 open",
         "environments",
         "behind by",

@@ -97,7 +97,7 @@ def refusals(server: Server) -> int:
 
 def test_refused_rollout_is_reported(server: Server, work: TraceWindow) -> None:
     before = refusals(server)
-    with Requesters(1, priority=2**70).beside(server) as rolled:
+    with Requesters(1, priority=2**70).run_with(server) as rolled:
         until(lambda: refusals(server) > before + 1)  # the sender of the next request has the first answer
     assert rolled.errors
     assert rolled.errors[0].startswith("status 400")

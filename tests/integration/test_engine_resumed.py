@@ -66,13 +66,13 @@ def go_on(
     assert finished is not None
     for name in others:
         engine_fixture.engine.abort(name)
-    return msgspec.structs.replace(dispatch, begun=concatenate_parts(dispatch.begun, part_of(finished))), finished
+    return msgspec.structs.replace(dispatch, partial=concatenate_parts(dispatch.partial, part_of(finished))), finished
 
 
 def whole_of(engine_fixture: EngineFixture, dispatch: TurnDispatch) -> Part:
     after, _ = go_on(engine_fixture, dispatch)
-    assert after.begun is not None
-    return after.begun
+    assert after.partial is not None
+    return after.partial
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -88,7 +88,7 @@ def test_seeded_turn_interrupted_anywhere_samples_the_same_tokens(
         assert count(unbroken.tokens) == MOST_TOKENS
         for broken_after in (1, rng.randint(2, MOST_TOKENS - 2), MOST_TOKENS - 1):
             partial_dispatch, _ = go_on(first, dispatch, broken_after)
-            assert partial_dispatch.begun is not None and count(partial_dispatch.begun.tokens) == broken_after
+            assert partial_dispatch.partial is not None and count(partial_dispatch.partial.tokens) == broken_after
             whole = whole_of(second, partial_dispatch)
             assert whole.tokens == unbroken.tokens
             assert whole.spans == unbroken.spans
@@ -105,15 +105,15 @@ def test_repeatedly_interrupted_turn_ends_as_an_uninterrupted_turn(engine_fixtur
         dispatch, finished = go_on(engine_fixtures[breaks % 2], dispatch, 3)
         if finished.finish_reason != "abort":
             break
-    assert finished.finish_reason == "stop" and dispatch.begun is not None
-    assert unpack_tokens(dispatch.begun.tokens) == unbroken[: unbroken.index(stop) + 1]
+    assert finished.finish_reason == "stop" and dispatch.partial is not None
+    assert unpack_tokens(dispatch.partial.tokens) == unbroken[: unbroken.index(stop) + 1]
 
 
 def test_turn_interrupted_before_its_first_token_starts_anew(engine_fixtures: list[EngineFixture]) -> None:
     dispatch = dispatch_of(contexts_of(random.Random(2), 60), Sampling(max_tokens=20, seed=4))
     partial_dispatch, _ = go_on(engine_fixtures[0], dispatch, 0)
-    assert partial_dispatch.begun is not None and partial_dispatch.begun.validation_error
-    assert whole_of(engine_fixtures[1], msgspec.structs.replace(partial_dispatch, begun=None)) == whole_of(
+    assert partial_dispatch.partial is not None and partial_dispatch.partial.validation_error
+    assert whole_of(engine_fixtures[1], msgspec.structs.replace(partial_dispatch, partial=None)) == whole_of(
         engine_fixtures[0], dispatch
     )
 
@@ -127,8 +127,8 @@ def test_versions_of_all_parts_are_recorded_and_a_new_version_hits_no_prefix(
     for engine_fixture in engine_fixtures:
         engine_fixture.swap()
     whole, finished = go_on(engine_fixtures[0], partial_dispatch)
-    assert whole.begun is not None and whole.begun.validation_error is None
-    assert [(span.start, span.end, span.version) for span in whole.begun.spans] == [
+    assert whole.partial is not None and whole.partial.validation_error is None
+    assert [(span.start, span.end, span.version) for span in whole.partial.spans] == [
         (0, 12, version),
         (12, MOST_TOKENS, version + 1),
     ]

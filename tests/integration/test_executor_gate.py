@@ -365,7 +365,7 @@ def test_drained_lender_parks_when_idle_and_returns_to_its_grant(settings: BusSe
 
 
 def test_unknown_executor_cannot_be_drained(settings: BusSettings) -> None:
-    with pytest.raises(DrainTimeout, match="no executor is heard by the name of executor-77"):
+    with pytest.raises(DrainTimeout, match="no executor named executor-77 sends heartbeats"):
         drain(common_of(settings), "executor-77", within_seconds=0.0, reason="")
 
 

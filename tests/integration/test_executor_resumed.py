@@ -147,7 +147,7 @@ def check(log: Log, stopped: str, other: str) -> None:
         assert (part.worker, end.worker, end.attempt) == (stopped, other, 1)
         assert 0 < count(part.tokens) < MOST_TOKENS
         first, second = [each for each in log.dispatches if each.request.trajectory_id == name]
-        assert (first.begun, second.begun) == (None, part.part)
+        assert (first.partial, second.partial) == (None, part.part)
         assert end.context_tokens == CONTEXT_TOKENS + count(part.tokens), "the rest alone was sampled"
         assert unpack_tokens(end.tokens)[: count(part.tokens)] == unpack_tokens(part.tokens)
         assert end.device_seconds["dedicated"] > part.device_seconds["dedicated"] > 0

@@ -141,7 +141,7 @@ def test_server_runs_turns_and_serves_over_a_sidecar_kill_until_its_guest_hangs(
 
         goes_on_after_a_park(router)
         incarnation = router.heartbeats[-1].incarnation
-        child(server, "beside").kill()
+        child(server, "sidecar").kill()
         assert server.complete(CONTEXT).text == answer
         router.until(lambda: router.heartbeats[-1].incarnation > incarnation and router.serves(0))
         assert server.log.read_text().count("guest_built") == 2

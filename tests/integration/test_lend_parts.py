@@ -78,7 +78,7 @@ def test_server_keeps_serving_over_any_fault_of_sidecar_and_watchdog(
         lends(router, "after a watchdog that was halted for longer")
 
         incarnation = router.heartbeats[-1].incarnation
-        with halted(child(server, "beside"), dice.uniform(*HALTED_SECONDS)):
+        with halted(child(server, "sidecar"), dice.uniform(*HALTED_SECONDS)):
             assert server.complete(CONTEXT).text == answer
         lends(router, "after the sidecar was halted")
         assert router.heartbeats[-1].incarnation == incarnation
@@ -88,7 +88,7 @@ def test_server_keeps_serving_over_any_fault_of_sidecar_and_watchdog(
         assert server.complete(CONTEXT).text == answer
         lends(router, "after the engine core was halted")
 
-        child(server, "beside").kill()
+        child(server, "sidecar").kill()
         assert server.complete(CONTEXT).text == answer
         router.until(lambda: router.heartbeats[-1].incarnation > incarnation)
         lends(router, "after the sidecar was killed")

@@ -1,4 +1,4 @@
-"""A role that restarts repeatedly is reported, whichever role it is and whatever stops its work."""
+"""A role that restarts again and again is reported, whichever role it is and whatever stops its work."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -97,7 +97,7 @@ def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, name
 
     with closing(watch):
         until(answered)
-    assert inspect_log(settings).letters == {}
+    assert inspect_log(settings).dead_letters == {}
     assert read_dead_letter_infos(settings, *VIEW.reads_dead_letters) == []
 
 
@@ -129,5 +129,5 @@ def test_role_that_cannot_work_is_unhealthy_in_status(refusing: BusSettings) -> 
     with closing(watch), closing(bus), role_process("router", refusing, 0, {}):
         until(lambda: bool(accused()))
         [sentence] = accused()
-    assert sentence.startswith("router-0 begins anew again and again, ")
+    assert sentence.startswith("router-0 restarts again and again, ")
     assert sum(each.times for each in role_starts(refusing)) >= RESTART_LIMIT

@@ -120,7 +120,7 @@ def test_partial_turn_survives_a_router_restart(bus: RouterHarness) -> None:
         bus.beat(1)
         bus.until_dispatched(3)
     again = bus.inboxes[2]
-    assert again.begun == result(bus.inboxes[1], TurnOutcome.PREEMPTED).part
+    assert again.partial == result(bus.inboxes[1], TurnOutcome.PREEMPTED).part
     assert (again.attempt, again.failures) == (1, 0)
 
 

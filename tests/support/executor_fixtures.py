@@ -137,7 +137,7 @@ class Router:
     ) -> TurnKey:
         wire = encode(request)
         record = TurnDispatch(
-            asked=msgspec.Raw(without_tokens(wire) if cut else wire),
+            request_wire=msgspec.Raw(without_tokens(wire) if cut else wire),
             home=request.home,
             offset=offset,
             cut=cut,
@@ -148,7 +148,7 @@ class Router:
             claim=claim,
             dispatched_at=time.time(),
             cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
-            begun=partial,
+            partial=partial,
         )
         self.writer.write(DISPATCHED, record, key=request.trajectory_id, partition=SLOT)
         self.writer.flush()

@@ -100,7 +100,7 @@ class Log:
         example = next(record for record in EXAMPLES if isinstance(record, TurnDispatch))
         request_bytes, queued_at = msgspec.Raw(encode(request)), request.requested_at + 0.02
         record = msgspec.structs.replace(
-            example, asked=request_bytes, home=request.home, attempt=0, queued_at=queued_at
+            example, request_wire=request_bytes, home=request.home, attempt=0, queued_at=queued_at
         )
         self.put(DISPATCHED, record, partition=record.slot, key=request.trajectory_id)
 

@@ -100,7 +100,7 @@ def dispatched(turn_request: TurnRequest, worker: int = 0, **other: object) -> T
     }
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
     return TurnDispatch(
-        asked=msgspec.Raw(encode(turn_request)),
+        request_wire=msgspec.Raw(encode(turn_request)),
         home=turn_request.home,
         offset=0,
         worker=f"w{worker}",
@@ -135,7 +135,7 @@ def result(
 
 def begun_tokens(dispatch: TurnDispatch) -> int:
     """Return the number of tokens that the dispatch carries from earlier attempts."""
-    return 0 if dispatch.begun is None else count(dispatch.begun.tokens)
+    return 0 if dispatch.partial is None else count(dispatch.partial.tokens)
 
 
 def packed(dispatches: list[TurnDispatch]) -> bytes:

@@ -82,7 +82,10 @@ def test_executor_holds_the_context_or_reads_it_back(parts: list[list[int]], dat
             cut = data.draw(st.booleans())
             carried = msgspec.structs.replace(each, appended=b"") if cut else each
             dispatch = msgspec.structs.replace(
-                dispatched(each), asked=msgspec.Raw(msgspec.msgpack.encode(carried)), offset=10 + 10 * turn, cut=cut
+                dispatched(each),
+                request_wire=msgspec.Raw(msgspec.msgpack.encode(carried)),
+                offset=10 + 10 * turn,
+                cut=cut,
             )
             context = kept.lookup(dispatch)
             if context is None:
@@ -129,7 +132,7 @@ def test_context_with_a_wrong_digest_is_never_served() -> None:
 
 def cut_of(requests_of: TurnRequest, offset: int) -> TurnDispatch:
     carried = msgspec.msgpack.encode(msgspec.structs.replace(requests_of, appended=b""))
-    return msgspec.structs.replace(dispatched(requests_of), asked=msgspec.Raw(carried), offset=offset, cut=True)
+    return msgspec.structs.replace(dispatched(requests_of), request_wire=msgspec.Raw(carried), offset=offset, cut=True)
 
 
 def test_dispatch_holds_no_more_tokens_than_its_context_has() -> None:

@@ -89,8 +89,8 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
             "the log does not say why nothing has moved for 12 s: see the logs of the roles",
         ),
         (
-            {"begun": (RoleFacts(role="trainer", times=7, reason="Invalid timestamp"),)},
-            "trainer begins anew again and again, 7 times within 120 s: Invalid timestamp",
+            {"role_starts": (RoleFacts(role="trainer", times=7, reason="Invalid timestamp"),)},
+            "trainer restarts again and again, 7 times within 120 s: Invalid timestamp",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_minor_findings_are_notes() -> None:
     dead_letters_by_topic = {"rose.prompts.submitted.v1": 2}
     facts = dataclasses.replace(
         WELL,
-        letters=dead_letters_by_topic,
+        dead_letters=dead_letters_by_topic,
         executors=(executor(held=1, clock_off_seconds=-90.0), executor("lender-0", cuts=3, frozen=True)),
     )
     notes = [each.sentence for each in diagnose(facts)]

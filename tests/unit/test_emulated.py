@@ -130,13 +130,13 @@ def test_oracle_router_knows_every_cached_prefix() -> None:
 
 def test_radix_tree_follows_a_prefix_and_sticky_a_trajectory() -> None:
     tree, sticky = RadixTree(3), Sticky(3)
-    held = tree.asked(turn("a", (1, 2, 3, 4)))
-    assert tree.asked(turn("b", (1, 2, 3, 5))) == held
+    held = tree.choose(turn("a", (1, 2, 3, 4)))
+    assert tree.choose(turn("b", (1, 2, 3, 5))) == held
     few = round(CACHE_THRESHOLD * 10)
-    assert tree.asked(turn("c", (*range(1, few + 1), *range(50, 60 - few)))) != held, "too little of it is known"
-    home = sticky.asked(turn("a", (1,)))
-    assert {sticky.asked(turn(name, (1,))) for name in "bc"} | {home} == {0, 1, 2}
-    assert sticky.asked(turn("a", (7,))) == home
+    assert tree.choose(turn("c", (*range(1, few + 1), *range(50, 60 - few)))) != held, "too little of it is known"
+    home = sticky.choose(turn("a", (1,)))
+    assert {sticky.choose(turn(name, (1,))) for name in "bc"} | {home} == {0, 1, 2}
+    assert sticky.choose(turn("a", (7,))) == home
 
 
 def test_simulation_is_deterministic_and_serves_every_turn_once() -> None:

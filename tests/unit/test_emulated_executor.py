@@ -56,7 +56,7 @@ def dedicated() -> FleetExecutor:
 
 def turn(name: str = "g:0", *, attempt: int = 0, partial: Part | None = None) -> TurnDispatch:
     turn_request = request(name, sampling=SAMPLING)
-    return dispatched(turn_request, incarnation=INCARNATION, attempt=attempt, begun=partial)
+    return dispatched(turn_request, incarnation=INCARNATION, attempt=attempt, partial=partial)
 
 
 class ExecutorWithBooks:

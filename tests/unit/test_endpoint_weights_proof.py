@@ -62,7 +62,7 @@ def test_incomplete_answer_proves_nothing() -> None:
     assert probe_error(ProbeAnswer([1], tokens, places), 48) is None
     assert "answered with 0" in str(probe_error(ProbeAnswer([1], [], []), 48))
     assert "logprobs of 31" in str(probe_error(ProbeAnswer([1], tokens, places[1:]), 48))
-    assert "not told" in str(probe_error(ProbeAnswer([1], tokens, [{}, *places[1:]]), 48))
+    assert "without logprobs" in str(probe_error(ProbeAnswer([1], tokens, [{}, *places[1:]]), 48))
     assert "vocabulary" in str(probe_error(ProbeAnswer([1], tokens, [{5: -0.1, 48: -3.0}, *places[1:]]), 48))
 
 

@@ -35,7 +35,7 @@ def dispatch(
     )
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
     return TurnDispatch(
-        asked=msgspec.Raw(encode(request)),
+        request_wire=msgspec.Raw(encode(request)),
         home=0,
         offset=0,
         attempt=attempt,

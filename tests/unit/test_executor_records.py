@@ -64,7 +64,7 @@ def test_engine_resumes_behind_the_sampled_tokens(tokens: list[Token], context: 
         dispatch_of_turn.request.sampling,
     )
     part = part_of(tokens)
-    dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(dispatch_of_turn, begun=part)))
+    dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(dispatch_of_turn, partial=part)))
     assert resumed_context(dispatch, whole) == whole + part.tokens
     assert remaining_sampling(dispatch).max_tokens + count(part.tokens) == most
     assert msgspec.structs.replace(remaining_sampling(dispatch), max_tokens=most) == dispatch_of_turn.request.sampling
@@ -96,9 +96,9 @@ def test_unanswerable_turn_is_refused_before_acceptance() -> None:
         (msgspec.structs.replace(one, device_seconds={"serving": 1e12}), "device-seconds"),
         (many, "2048 spans"),
     ):
-        dispatch = msgspec.structs.replace(dispatch_of_turn, begun=partial)
+        dispatch = msgspec.structs.replace(dispatch_of_turn, partial=partial)
         flaw = dispatch_error(dispatch, homes=1)
         assert refused in flaw if flaw else not refused
         if not flaw:
-            whole = concatenate_parts(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": MAX_DEVICE_SECONDS}))
-            assert encode(msgspec.structs.replace(dispatch, begun=whole))
+            whole = concatenate_parts(dispatch.partial, part_of([(1, -1.0, 4)], {"serving": MAX_DEVICE_SECONDS}))
+            assert encode(msgspec.structs.replace(dispatch, partial=whole))

@@ -205,7 +205,7 @@ def index_names(*files: str) -> Callable[[Path], object]:
         (lambda f: rewrite(f, lambda t: t.update({"a": torch.zeros(1, dtype=torch.float8_e4m3fn)})), "F8_E4M3"),
         (
             lambda f: rewrite(f, lambda t: t.update({"embed_tokens.weight": t.pop("model.embed_tokens.weight")})),
-            r"holds embed_tokens\.weight: .* save the policy anew with AutoModelForCausalLM",
+            r"holds embed_tokens\.weight: .* save the policy again with AutoModelForCausalLM",
         ),
         (
             lambda f: (f / "config.json").write_text(

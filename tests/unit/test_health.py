@@ -68,7 +68,7 @@ def test_repeatedly_restarting_process_is_not_ready() -> None:
         health.report("owns homes")
         assert health.status.ready == (times < RESTART_LIMIT), "leaders may move"
     assert health.status.alive, "to start it again would not mend it"
-    assert f"begun anew {RESTART_LIMIT} times" in health.status.sentence
+    assert f"restarted {RESTART_LIMIT} times" in health.status.sentence
     assert "the topic refuses it" in health.status.sentence
     clock.now += RESTART_WINDOW_SECONDS + 1
     health.report("owns homes")

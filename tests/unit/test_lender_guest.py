@@ -295,7 +295,7 @@ def test_sidecar_is_told_of_a_dropped_guest_even_if_the_error_has_no_text(fixtur
     sidecar = fixture.lend()
     fixture.guest.drop(UnprintableError())
     assert [report.reason for report in reports_of(sidecar) if isinstance(report, EngineLost)] == [
-        "UnprintableError: it does not let itself be told"
+        "UnprintableError: its text cannot be read"
     ]
     assert fixture.engine.closed and fixture.sharing.closed and fixture.guest.state is Dropped
 

@@ -87,7 +87,7 @@ def test_prompt_with_a_feature_of_the_next_version_is_refused(newer: dict[type[R
 def _with_nested(example: Record, wire: bytes) -> Record:
     """Return the example; a dispatch holds its request as bytes, which are compared."""
     if isinstance(example, TurnDispatch):
-        return msgspec.structs.replace(example, asked=decode(TurnDispatch, wire).asked)
+        return msgspec.structs.replace(example, request_wire=decode(TurnDispatch, wire).request_wire)
     return example
 
 

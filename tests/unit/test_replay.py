@@ -125,7 +125,10 @@ def test_two_trajectories_of_one_id_are_not_mixed(first: int, second: int, order
             requests.append(turn_request)
             rest.append(
                 replace(
-                    DISPATCH, asked=msgspec.Raw(encode(turn_request)), attempt=0, worker=f"executor-{trajectory_number}"
+                    DISPATCH,
+                    request_wire=msgspec.Raw(encode(turn_request)),
+                    attempt=0,
+                    worker=f"executor-{trajectory_number}",
                 )
             )
             rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{trajectory_number}", times=times))

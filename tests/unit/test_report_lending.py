@@ -76,10 +76,10 @@ def test_each_second_joins_user_latency_and_rollout_work() -> None:
     assert [row.lent_tokens for row in rows] == pytest.approx([5, 10, 5])
     assert rows[1].turns == ["g:0/0"]
     assert rows[1].other_tokens == pytest.approx(7)
-    assert (rows[1].asked, rows[1].failed, rows[1].served_tokens) == (2, 0, pytest.approx(16))
+    assert (rows[1].requests, rows[1].failed, rows[1].served_tokens) == (2, 0, pytest.approx(16))
     assert (rows[1].ttft, rows[1].ttft_most) == (pytest.approx(0.2), 0.3)
     assert rows[1].busy == pytest.approx(0.54)
-    assert (rows[2].asked, rows[2].failed, rows[2].ttft) == (1, 1, None)
+    assert (rows[2].requests, rows[2].failed, rows[2].ttft) == (1, 1, None)
     assert {row.version for row in rows} == {3}
 
 
@@ -118,7 +118,7 @@ def test_promise_is_kept_by_requests_within_both_budgets() -> None:
     assert lending is not None
     assert (lending.requests, lending.failed, lending.kept) == (4, 1, 0.25)
     assert (lending.turns, lending.tokens, lending.share) == (1, 10, 0.25)
-    assert "25.0 % of them within its promise" in lending_sentence(lending)
+    assert "25.0 % of them within the latency targets" in lending_sentence(lending)
     assert "1 of them failed" in lending_sentence(lending)
     assert lending_chart(rows, PROMISED) is not None
 
@@ -209,7 +209,7 @@ def test_rows_cover_a_bounded_newest_period(monkeypatch: pytest.MonkeyPatch) -> 
     )
     rows = seconds_of_lending(report, served, now=now)
     assert [row.at for row in rows] == list(range(int(now) - 70, int(now)))
-    assert sum(row.asked for row in rows) == 1
+    assert sum(row.requests for row in rows) == 1
     lending = summarise_lending(report, served, rows, PROMISED)
     assert lending is not None and (lending.turns, lending.undrawn) == (9, 2)
-    assert "in no second of the picture: 2." in lending_sentence(lending)
+    assert "outside the plotted seconds: 2." in lending_sentence(lending)

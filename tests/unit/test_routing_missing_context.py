@@ -73,7 +73,7 @@ def test_turn_without_context_fails_if_no_anchor_arrives() -> None:
     torn(dispatch_of(router, chained(patience_seconds=10.0)), router)
     router.tick(5.0)
     (failed,) = router.tick(10.2)
-    assert failed.outcome is TurnOutcome.FAILED and "torn" in failed.reason  # type: ignore[union-attr]
+    assert failed.outcome is TurnOutcome.FAILED and "cannot be read" in failed.reason  # type: ignore[union-attr]
 
 
 def test_anchor_of_another_context_does_not_release_the_turn() -> None:
@@ -174,7 +174,7 @@ def test_unknown_fields_are_unchanged_in_a_dispatch_without_tokens() -> None:
     router.on_event(result(sent, TurnOutcome.PREEMPTED), 0.2)
     (again,) = router.on_event(heartbeat(0, sequence=1), 0.3)
     assert isinstance(again, TurnDispatch) and again.cut
-    cut = bytes(again.asked)
+    cut = bytes(again.request_wire)
     assert (
         news in cut and len(cut) == len(wire) - len(turn_request.appended) - 1
     )  # and one of the two fields with their number

@@ -82,7 +82,7 @@ def test_unusable_partial_turn_is_sampled_anew(spoiled: dict[str, object]) -> No
     assert isinstance(sent, TurnDispatch)
     router.on_event(msgspec.structs.replace(preempted(sent), **spoiled), 0.1)
     (again,) = router.on_event(heartbeat(0), 0.2)
-    assert isinstance(again, TurnDispatch) and again.begun is None and again.attempt == 1
+    assert isinstance(again, TurnDispatch) and again.partial is None and again.attempt == 1
 
 
 def test_shorter_later_part_removes_no_tokens() -> None:
@@ -93,7 +93,7 @@ def test_shorter_later_part_removes_no_tokens() -> None:
     router.on_event(preempted(sent, 40), 0.1)
     (again,) = router.on_event(heartbeat(1), 0.2)
     assert isinstance(again, TurnDispatch)
-    router.on_event(result(msgspec.structs.replace(again, begun=None), TurnOutcome.PREEMPTED, 7), 0.3)
+    router.on_event(result(msgspec.structs.replace(again, partial=None), TurnOutcome.PREEMPTED, 7), 0.3)
     (third,) = router.on_event(heartbeat(2), 0.4)
     assert isinstance(third, TurnDispatch) and begun_tokens(third) == 40
 
@@ -107,7 +107,7 @@ def test_restored_router_continues_from_an_unprocessed_partial_result() -> None:
 def test_restored_router_continues_from_the_newest_dispatch() -> None:
     turn_request = request("g0:0", max_tokens=100)
     part = preempted(dispatched(turn_request)).part
-    second = dispatched(turn_request, 1, attempt=1, begun=part)
+    second = dispatched(turn_request, 1, attempt=1, partial=part)
     for results in ([], [preempted(dispatched(turn_request))]):
         router = Router(CONFIG)
         router.restore(
@@ -146,7 +146,7 @@ def test_turn_without_a_handed_back_part_is_reissued() -> None:
     simulation.hand_back(0)
     simulation.unread.clear()
     step(simulation, "beats_of", {1}, int(TTL_SECONDS / 0.2) + 2)
-    assert simulation.held["g0:0"].worker == "w1" and simulation.held["g0:0"].begun is None
+    assert simulation.held["g0:0"].worker == "w1" and simulation.held["g0:0"].partial is None
     settle(simulation)
 
 

@@ -122,7 +122,7 @@ def test_turn_of_a_silent_executor_fails_after_its_patience() -> None:
     for _ in range(7):
         simulation.pass_time(1.0)
     (failed,) = [decision for decision in simulation.decisions if isinstance(decision, TurnResult)]
-    assert "was not heard to run it for 5 s" in failed.reason
+    assert "did not list it as running for 5 s" in failed.reason
 
 
 def test_waiting_turn_fails_after_its_patience() -> None:
@@ -286,9 +286,9 @@ def test_unknown_request_fields_reach_the_executor_on_every_attempt(context: int
         read = decode(TurnDispatch, encode(dispatch))
         assert (read.attempt, read.home, read.offset) == (attempt, 3, 17)
         if not attempt or context == 20:
-            assert (bytes(read.asked), read.request, read.cut) == (wire, turn_request, False)
+            assert (bytes(read.request_wire), read.request, read.cut) == (wire, turn_request, False)
         else:  # the appended tokens are read back by reference, and everything else is unchanged
-            assert msgpack.unpackb(bytes(read.asked)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
+            assert msgpack.unpackb(bytes(read.request_wire)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
 
 
 def test_start_in_another_inbox_is_the_newer_incarnation_also_after_a_restore() -> None:

@@ -214,7 +214,7 @@ def largest_dispatch() -> TurnDispatch:
         wait_seconds=0.1, prefill_seconds=0.1, decode_seconds=0.1, passed_over=LONGEST_WORKER, passed_over_seconds=0.1
     )
     return TurnDispatch(
-        asked=msgspec.Raw(encode(REQUEST)),
+        request_wire=msgspec.Raw(encode(REQUEST)),
         home=2**31 - 1,
         offset=2**53,
         attempt=2**16 - 1,
@@ -225,7 +225,7 @@ def largest_dispatch() -> TurnDispatch:
         failures=2**16 - 1,
         dispatched_at=1.7e9,
         cost=cost,
-        begun=largest_result().part,
+        partial=largest_result().part,
     )
 
 
@@ -242,8 +242,8 @@ def test_dispatch_of_the_largest_newer_request_fits_with_all_sampled_tokens() ->
     wider = known_fields | {"new": bytes(TurnRequest.MAX_BYTES - framed)}
     wire = msgpack.packb(wider)
     assert len(wire) == TurnRequest.MAX_BYTES and decode(TurnRequest, wire) == REQUEST
-    sent = encode(msgspec.structs.replace(largest_dispatch(), asked=msgspec.Raw(wire)))
-    assert bytes(decode(TurnDispatch, sent).asked) == wire
+    sent = encode(msgspec.structs.replace(largest_dispatch(), request_wire=msgspec.Raw(wire)))
+    assert bytes(decode(TurnDispatch, sent).request_wire) == wire
     with pytest.raises(RecordError, match="over the limit"):
         decode(TurnRequest, msgpack.packb(wider | {"newer": 1}))
 
@@ -251,7 +251,7 @@ def test_dispatch_of_the_largest_newer_request_fits_with_all_sampled_tokens() ->
 @pytest.mark.parametrize("request_bytes", [b"\xc0", b"\x80", encode(PROMPT)])
 def test_dispatch_of_an_invalid_request_is_refused(request_bytes: bytes) -> None:
     fields = msgpack.unpackb(encode(largest_dispatch())) | {"request": msgpack.unpackb(request_bytes)}
-    with pytest.raises(RecordError, match="what was asked is no turn-request"):
+    with pytest.raises(RecordError, match="the dispatched request is no turn-request"):
         decode(TurnDispatch, msgpack.packb(fields))
 
 
@@ -320,7 +320,7 @@ def test_accepted_request_can_be_dispatched_with_any_unknown_fields(levels: int)
             decode(TurnRequest, wire)
         return
     assert decode(TurnRequest, wire) == REQUEST
-    dispatch = msgspec.structs.replace(largest_dispatch(), asked=msgspec.Raw(wire))
+    dispatch = msgspec.structs.replace(largest_dispatch(), request_wire=msgspec.Raw(wire))
     assert decode(TurnDispatch, encode(dispatch)).request == REQUEST
 
 

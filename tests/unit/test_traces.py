@@ -148,7 +148,7 @@ def test_sampled_trajectories_are_traced_completely() -> None:
         for name in names:
             request = example(TurnRequest, trajectory_id=name)
             tracing.exporter.on_written(request, TOPIC)
-            dispatch = example(TurnDispatch, asked=msgspec.Raw(encode(request)))
+            dispatch = example(TurnDispatch, request_wire=msgspec.Raw(encode(request)))
             tracing.exporter.on_written(dispatch, TOPIC)
     assert {len(spans) for spans in found.traces.values()} == {2}
     assert 60 < len(found.traces) < 140

@@ -162,7 +162,7 @@ def test_dispatch_without_a_readable_request_is_not_written() -> None:
     dispatch = next(each for each in EXAMPLES if isinstance(each, TurnDispatch))
     packed: Any = encode(REQUEST)  # bytes within bytes, where a request is expected
     with pytest.raises(RecordError):
-        encode(msgspec.structs.replace(dispatch, asked=packed))
+        encode(msgspec.structs.replace(dispatch, request_wire=packed))
 
 
 def test_unpacked_array_is_read_only() -> None:

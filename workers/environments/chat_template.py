@@ -4,7 +4,7 @@ Keeps true
 - A format is taken from a template only when rendering one more turn leaves all before it as it was, in text and in
   tokens, for several texts; reasoning that an action begins with is among them. Else one sentence says what changes.
 - White space that a template cuts off the ends of an observation is cut off its framing's observations as well.
-- A template is told what transformers tells it, but for the date (see `template_rendering.py`).
+- A template gets the variables that transformers passes, except the date (see `template_rendering.py`).
 
 Example (ChatML)
     user `a`                      `<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n`

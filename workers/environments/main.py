@@ -108,12 +108,12 @@ def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event
     in processes are imported there alone. Raises UsageError for a name of the config that leads to none.
     """
     own = dict.fromkeys(config.environments)
-    begun = {name: _warm_up(stage, name) for name in own if _in_process(config, name)}
+    runners = {name: _warm_up(stage, name) for name in own if _in_process(config, name)}
     for name in own:
-        if name not in begun:
+        if name not in runners:
             load_environment(name)
     deadline = time.monotonic() + BEGIN_SECONDS
-    for name, runner in begun.items():
+    for name, runner in runners.items():
         while not (runner.ready or runner.exit_reason or stop.wait(LOOK_SECONDS)):
             if time.monotonic() > deadline:
                 raise UnknownEnvironment(f"environment {name!r}: to import it takes longer than {BEGIN_SECONDS:g} s")

@@ -84,7 +84,7 @@ def group_record(
 
 
 class Outbox:
-    """Commits what is ready. After a BusError nothing of it counts: fence anew, and decide again from the log."""
+    """Commits the collected records. After a BusError none of them counts: fence and decide again from the log."""
 
     def __init__(
         self,
@@ -234,15 +234,17 @@ class Outbox:
         self._write_group(home, prompt, GroupState.OPEN, offset=decision.message.offset, outcomes_from=outcomes_from)
         ended = []
         for index in range(prompt.group_size):
-            own_id, begun = trajectory_id(prompt.group_id, index), decision.reset_results[index]
-            if isinstance(begun, ResetResult):
-                trajectory = begin(prompt, index, home=home.partition, observation=begun.observation, state=begun.state)
+            own_id, opening = trajectory_id(prompt.group_id, index), decision.reset_results[index]
+            if isinstance(opening, ResetResult):
+                trajectory = begin(
+                    prompt, index, home=home.partition, observation=opening.observation, state=opening.state
+                )
                 written = first_request(trajectory, self._rules, now)
                 if written.sample is None:
                     home.trajectories[own_id] = trajectory
             else:
-                log.warning("environment_failed", trajectory=own_id, reason=begun)
-                written = fail_at_opening(prompt, index, begun, self._rules, now)
+                log.warning("environment_failed", trajectory=own_id, reason=opening)
+                written = fail_at_opening(prompt, index, opening, self._rules, now)
             if written.sample is not None:
                 ended.append(own_id)
             self._write(home, own_id, written, home.trajectories.get(own_id))

@@ -2,8 +2,8 @@
 
 Keeps true
 - What could make another trajectory come out differently without a word (a working folder, streams, functions, limits
-  that are not what they were) is told in words after any environment's code has run in the event loop: before an answer
-  that it may have spoiled is given.
+  that are not what they were) is reported after each run of an environment's code in the event loop, before the answer,
+  which may be wrong, is returned.
 - The event loop is as it was whenever an environment's code begins: running, with its pool, its task factory and its
   policy.
 - A call to `asyncio.to_thread` that hangs takes its own thread and no other's: each call has a thread, and an idle
@@ -115,7 +115,7 @@ class ProcessIntegrity:
         if sys.stdout is not self._streams[0] or sys.stderr is not self._streams[1]:
             return "left sys.stdout or sys.stderr redirected, to where others' output would go as well"
         if any(_getitimer(timer)[0] for timer in TIMERS):
-            return "left a timer running, whose signal would come amid the code of others"
+            return "left a timer running, whose signal would interrupt the code of others"
         if _getsignal(signal.SIGCHLD) is not self._on_child:
             return "ignored or handled SIGCHLD, which takes the exit statuses of others' children away"
         limits = _limits()
@@ -157,7 +157,7 @@ class _Functions:
             present = self._take(self._names)
         except KeyError:
             return True
-        if present == self._known:  # told by identity: this is quick
+        if present == self._known:  # compared by identity, which is fast
             return False
         self._known = present
         return not all(map(callable, present))
@@ -266,7 +266,7 @@ class _Outcome(Future[T]):
             return
         try:
             outcome = call()
-        except BaseException as error:  # noqa: BLE001 - user code: whoever awaits the call is told
+        except BaseException as error:  # noqa: BLE001 - user code: the awaiting caller gets the exception
             end_if_forked(self._pid, error)
             self.set_exception(error)
         else:

@@ -1,9 +1,9 @@
 """A runner in a process of its own, as the worker sees it.
 
 Keeps true
-- Nothing here waits for the process: threads read what it says and write what it is to do.
-- However it ends, `ended` says so once everything that it has said was taken in, and nothing that it started is left.
-- What it says is held to the form of an answer: a process that says anything else is ended.
+- No caller waits for the process: threads read its answers and write its jobs.
+- However the process ends, `ended` is set once all its answers were read and none of its child processes is left.
+- Answers are validated: a process that sends anything else is ended.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class ProcessRunner:
         self.exit_reason: str | None = None
         self.load_error: str | None = None
         """Why there is no such environment, if the process could not create one."""
-        self._told = ""
+        self._reported_reason = ""
         """The reason for its end that the process reported."""
         self._answer = answer
         self._jobs: dict[int, Job] = {}
@@ -174,7 +174,7 @@ class ProcessRunner:
         self.kill()
         self._to_say.put(None)
         self._line.close()
-        self.exit_reason = lied or self._told or _ending(status)
+        self.exit_reason = lied or self._reported_reason or _ending(status)
 
     def _on_message(self, kind: str, *fields: Any) -> None:
         if kind == "answer":
@@ -186,9 +186,9 @@ class ProcessRunner:
         elif kind == "unfit":
             self.load_error = str(fields[0])
         elif kind == "changed":
-            self._told = f" is replaced: an environment {fields[0]}"
+            self._reported_reason = f" is replaced: an environment {fields[0]}"
         elif kind == "lost":
-            self._told = str(fields[0])
+            self._reported_reason = str(fields[0])
         else:
             self.ready = True
 

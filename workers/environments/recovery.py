@@ -262,16 +262,16 @@ def recover_homes(
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
     await_transactions(settings, [(topic, partition) for topic in written for partition in partitions], on_wait=on_wait)
     ends = reader.all_watermarks([*committed, *((REQUESTED, partition) for partition in partitions)])
-    # The topic of an offset beyond the end was made anew or lost records: the offset says nothing about its records.
+    # The topic of an offset beyond the end was recreated or lost records: the offset says nothing about its records.
     committed = {
         place: None if offset is None or offset > ends[place][1] else offset for place, offset in committed.items()
     }
     deleted = _deleted_unread(committed, ends)
     unknown = [place for place, offset in committed.items() if offset is None and ends[place][1] > 0]
-    letters = _dead_letters(settings, unknown, on_wait)
+    dead_letters = _dead_letters(settings, unknown, on_wait)
     recoveries = {
         partition: Recovery(
-            Home(partition, homes=homes, dead_lettered=frozenset(letters.get(partition, ()))),
+            Home(partition, homes=homes, dead_lettered=frozenset(dead_letters.get(partition, ()))),
             results_deleted=(COMPLETED, partition) in deleted,
         )
         for partition in partitions

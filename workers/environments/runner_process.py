@@ -53,7 +53,7 @@ def main(line: int, signs: int) -> NoReturn:
         lower_priority(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (1, 2):
-            _open_anew(number)
+            _open_reopened(number)
         os.close(wake)
         os.close(woken)
         with suppress(OSError):
@@ -69,7 +69,7 @@ def main(line: int, signs: int) -> NoReturn:
     _end_as(_kept(pid, wake))
 
 
-def _open_anew(number: int) -> None:
+def _open_reopened(number: int) -> None:
     """Open the pipe or terminal of this descriptor again.
 
     The new descriptor does not share O_NONBLOCK, which ssh and node set, with the worker's descriptor.
@@ -78,10 +78,10 @@ def _open_anew(number: int) -> None:
     if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
         with suppress(OSError):  # it may be another user's: the worker and the environments share it then
             # Without O_NONBLOCK a named pipe that nobody reads any more would be waited for.
-            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-            os.set_blocking(anew, True)
-            os.dup2(anew, number)
-            os.close(anew)
+            reopened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            os.set_blocking(reopened, True)
+            os.dup2(reopened, number)
+            os.close(reopened)
 
 
 def _kept(pid: int, wake: int) -> int:
@@ -113,7 +113,7 @@ def _reaped(pid: int) -> int | None:
 
 
 def _end_rest(group: int) -> None:
-    """End what the process has started: its group, and whoever comes to the guard as an orphan.
+    """End what the process has started: its group, and every orphan that the guard inherits.
 
     They get SIGTERM, and SIGKILL a little later. A resource tracker of Python's is left to the last: it lets go of the
     shared memory and semaphores of those that ended, and then ends by itself.

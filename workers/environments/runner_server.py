@@ -132,7 +132,7 @@ class RunnerServer:
         _exit(status)
 
     def _obey(self) -> None:
-        asked: dict[str, Callable[[Any], None]] = {
+        handlers: dict[str, Callable[[Any], None]] = {
             "start": self._start,
             "release": self._runner.release,
             "cancel": self._runner.cancel,
@@ -144,7 +144,7 @@ class RunnerServer:
                 self._leaving = True
                 self._runner.stop()
                 return
-            asked[what](detail)
+            handlers[what](detail)
 
     def _give_up(self, change: str) -> NoReturn:
         """End this process, so that all jobs that are under way start again in a fresh process."""

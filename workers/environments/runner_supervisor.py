@@ -1,20 +1,20 @@
 """Supervises the runners (threads or processes) of one kind of environment: their crashes and blocks, with the limits.
 
 Keeps true
-- An environment that blocks its runner, or ends it, fails its own trajectory alone. Those that were under way beside it
-  are done again from their states, as nobody has seen what came of them: so no step is taken in twice.
-- Who ended a process is found out and not guessed: whoever may have done it is done again, in the end alone.
-- An environment is held in one runner at most: a trajectory that goes on in another leaves nothing behind.
+- An environment that blocks or ends its runner fails only its own trajectory. The other jobs of the runner are repeated
+  from their states. Their results were not used, so no step is applied twice.
+- The job that ended a process is determined by repetition, not guessed: each suspect is repeated, at last alone.
+- An environment is held by one runner at most: a trajectory that moves to another runner is released by the first.
 
-    a job blocks its runner                   that is left to it after a second; the others are begun again in another
-    it still does after `timeout_seconds`     it fails, and its runner is given up
-    others are held up for a quarter of that  the process is killed; each half of them is begun again in one of its own,
-                                              and so on; who blocked it is begun again alone
-    a process ends in a job's own code        that job is begun again, alone
-    a process ends otherwise                  all others are begun again in a new one; when that ends as well, each half
-                                              of them in one of its own, and so on, until a job is alone
+    a job blocks its runner                   after a second the job keeps the runner; the others restart in another one
+    it still blocks after `timeout_seconds`   the job fails, and its runner is abandoned
+    others wait for a quarter of that time    the process is killed; each half of the others restarts in its own
+                                              process, and so on; the blocking job restarts alone
+    a process ends in a job's own code        that job restarts, alone
+    a process ends otherwise                  all jobs restart in a new process; when that ends too, each half of them
+                                              restarts in its own process, and so on, until a job is alone
     a process ends twice with one job alone   that job fails
-    a process ends before it has begun        no job was in it: all are begun again, later each time; whoever has waited
+    a process ends before it has started      it had no job: all jobs restart, later each time; a job that has waited
                                               longer than `timeout_seconds` by then fails
 """
 
@@ -84,8 +84,8 @@ class InFlight:
     held_since: float = 0.0
     """Time when another job first held this job up; 0 if none has."""
     waits_since: float = 0.0
-    """Time when the job was first given to a runner that had not begun, or found no runner; 0 once one has begun with
-    it."""
+    """Time when the job was first given to a runner that had not started, or had no runner; 0 once a runner has
+    started with the job."""
 
 
 @dataclass(slots=True, eq=False)

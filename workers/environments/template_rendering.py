@@ -1,11 +1,11 @@
 """Chat templates rendered as transformers renders them, without a clock.
 
 Keeps true
-- A template runs in jinja2's sandbox. It is told no date: what it writes is the same after every restart.
-- It is told what transformers tells it: the messages, the names of special tokens, and that there are no tools and no
+- A template runs in jinja2's sandbox. It gets no date, so its output is the same after every restart.
+- It gets the variables that transformers passes: the messages, the names of special tokens, and empty tools and
   documents.
 
-Imports jinja2: whoever only may need a template imports this module late.
+This module imports jinja2, so modules that seldom need a template import it late.
 """
 
 import json
@@ -49,7 +49,7 @@ def rendering(template: str, named: Mapping[str, str]) -> Callable[[Messages], s
 
 
 def names_used(template: str) -> set[str]:
-    """The names that a template expects to be told. Raises jinja2's TemplateError."""
+    """The variable names that a template expects. Raises jinja2's TemplateError."""
     environment = _environment()
     return meta.find_undeclared_variables(environment.parse(template))
 

@@ -442,7 +442,7 @@ async def _caught(call: Callable[[], Awaitable[T]], home: int) -> T | BaseExcept
 
 
 async def _ends(task: asyncio.Task[Any], seconds: float) -> bool:
-    """Whether it ends within this time, told by looks: a freeze takes one at most, and there is one to spare."""
+    """Return whether the thread ends within this time, counted in polls: a freeze costs one poll, one is spare."""
     look_seconds = min(LOOK_SECONDS, seconds / LOOKS)
     for _ in range(math.ceil(seconds / look_seconds) + 1):
         with suppress(asyncio.CancelledError):  # of an environment that cancels whatever it finds

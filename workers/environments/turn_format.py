@@ -146,7 +146,9 @@ class TurnFormat:
         file = folder / TOKENIZER_FILE
         self._tokenizer = reading(load_tokenizer, file, special=special)
         first = marks_first(self._tokenizer)
-        self._amid = reading(load_tokenizer, file, special=special, amid=True) if first else self._tokenizer
+        self._mid_context = (
+            reading(load_tokenizer, file, special=special, mid_context=True) if first else self._tokenizer
+        )
 
     def _own(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
         """Read turns by the folder's `turn_format.json`; returns its stop tokens. Raises TurnFormatError."""
@@ -230,7 +232,7 @@ class TurnFormat:
         shut |= self._beyond_the_model(folder, (*around, *self.stop_token_ids))
         if not shut.keys() <= self._unspeakable:
             self._load(folder, special=shut.values())
-        self._tokenizer.encode_special_tokens = self._amid.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = self._mid_context.encode_special_tokens = True
         words = (stop for stop in self.stop_token_ids if not _is_space(self._tokenizer.decode([stop])))
         self._unspeakable = (self._unspeakable.union(shut, words)).difference(self._encoded(UNKNOWN).ids)
         for number, mark in shut.items():
@@ -303,15 +305,15 @@ class TurnFormat:
                 f"the observation holds half of a surrogate pair and no character ({half[0]!r} at {half.start()}): "
                 "replace it, as text.encode(errors='replace').decode() does"
             )
-        said = around.head + TRIMS[self._trim](observation) + around.tail
-        text = self._encode(said, amid=not first or bool(around.before))
+        framed = around.head + TRIMS[self._trim](observation) + around.tail
+        text = self._encode(framed, mid_context=not first or bool(around.before))
         return [*self.stop_token_ids[:cut], *around.before, *text, *around.after]
 
     def action_tokens(self, action: str) -> list[int]:
         """Return the tokens of an action of a demonstration, with the stop token."""
-        before, whole = self._encode(self._lead, amid=True), self._encode(self._lead + action, amid=True)
+        before, whole = self._encode(self._lead, mid_context=True), self._encode(self._lead + action, mid_context=True)
         apart = whole[: len(before)] == before
-        return [*(whole[len(before) :] if apart else self._encode(action, amid=True)), self.stop_token_ids[0]]
+        return [*(whole[len(before) :] if apart else self._encode(action, mid_context=True)), self.stop_token_ids[0]]
 
     def action_text(self, tokens: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
         """The action that a turn's sampled tokens spell, without its stop token.
@@ -321,23 +323,23 @@ class TurnFormat:
         ended = len(tokens) > 0 and (tokens[-1] in self.stop_token_ids or tokens[-1] in stop_token_ids)
         return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
-    def _encode(self, text: str, *, amid: bool = False) -> list[int]:
+    def _encode(self, text: str, *, mid_context: bool = False) -> list[int]:
         """Tokens of a text; what would be a token that it may not spell is cut up behind its first letter.
 
-        `amid`: it follows other tokens of a context.
+        `mid_context`: it follows other tokens of a context.
         """
-        encoded = self._encoded(text, amid=amid)
+        encoded = self._encoded(text, mid_context=mid_context)
         if self._unspeakable.isdisjoint(encoded.ids):
             return list(encoded.ids)
         spelt = zip(encoded.ids, encoded.offsets, strict=True)
         cuts = [begin + 1 for token, (begin, end) in spelt if token in self._unspeakable and end - begin > 1]
         if not cuts:
             return list(encoded.ids)
-        pieces = ((text[begin:end], amid or begin > 0) for begin, end in pairwise((0, *cuts, len(text))))
-        return [token for piece, behind in pieces for token in self._encode(piece, amid=behind)]
+        pieces = ((text[begin:end], mid_context or begin > 0) for begin, end in pairwise((0, *cuts, len(text))))
+        return [token for piece, behind in pieces for token in self._encode(piece, mid_context=behind)]
 
-    def _encoded(self, text: str, *, amid: bool = False) -> Any:
-        tokenizer = self._amid if amid else self._tokenizer
+    def _encoded(self, text: str, *, mid_context: bool = False) -> Any:
+        tokenizer = self._mid_context if mid_context else self._tokenizer
         if len(text) > SHORT_CHARACTERS:
             return tokenizer.encode_batch([text], add_special_tokens=False)[0]
         return tokenizer.encode(text, add_special_tokens=False)

@@ -225,18 +225,18 @@ class EnvironmentWorker:
     def _recall_outcomes(self) -> None:
         """Read the outcomes of the open groups, and all settle requests, up to the present end."""
         place: Place = (OUTCOMES, 0)
-        asked: Place = (SETTLES, 0)
+        settles: Place = (SETTLES, 0)
         # This reader has no fetch under way, so the query does not wait for one.
         low, end = self._member.reader.watermarks(place)
-        asked_low, asked_end = self._member.reader.watermarks(asked)
-        begins = {asked: asked_low} if asked_low < asked_end else {}
+        settles_low, settles_end = self._member.reader.watermarks(settles)
+        begins = {settles: settles_low} if settles_low < settles_end else {}
         begin = outcomes_from(self._homes.values())
         if begin is not None and begin < end:
             begins[place] = max(low, begin)
         if begins:
             self._on_settle_items(read_to_end(self._settings, begins, client_id="rose-recovery", on_wait=self._on_wait))
         self._outcomes_next = end
-        self._outcomes.assign({place: end, asked: asked_end})
+        self._outcomes.assign({place: end, settles: settles_end})
         outcomes_kept = f"outcomes are kept for {self._settings.retention.outcomes / 86_400:g} days"
         for home in self._homes.values():
             for group_id in home.settle_expired(low):

@@ -46,7 +46,7 @@ RETRY_SECONDS = 1.0
 """Wait after a failed read before the next read."""
 
 SPARSE_FETCH_SETTINGS = {"fetch.message.max.bytes": "131072"}
-"""Fetches are small because few of the records that follow a wanted record are wanted too."""
+"""Fetches are small because few of the records after a needed record are needed."""
 
 SEEK_GAP_RECORDS = 100
 """Longer gaps, in records, are skipped by a seek. A seek takes a few milliseconds, as reading 200 requests does."""
@@ -111,7 +111,9 @@ class ContextStore:
         self._cache = ContextCache()
         self._reading: dict[TurnKey, float] = {}
         """Turns whose contexts are read back, with the time of the request in monotonic seconds."""
-        self._asked: Queue[TurnDispatch] = Queue()  # no SimpleQueue: a signal during its timed wait can make it endless
+        self._requested: Queue[TurnDispatch] = (
+            Queue()
+        )  # no SimpleQueue: a signal during its timed wait can make it endless
         self._answers: SimpleQueue[tuple[TurnDispatch, bytes | ContextMissing]] = SimpleQueue()
         self._stopping = Event()
         self._thread: Thread | None = None
@@ -134,7 +136,7 @@ class ContextStore:
             self._thread = Thread(target=self._run, name=f"{self._name}-contexts", daemon=True)
             self._thread.start()
         self._reading[dispatch.key] = time.monotonic()
-        self._asked.put(dispatch)
+        self._requested.put(dispatch)
         return None
 
     def take_found(self) -> Iterator[tuple[TurnDispatch, bytes | ContextMissing, float]]:
@@ -192,12 +194,12 @@ class ContextStore:
         if left:
             self._try(reader, left.pop(next(iter(left))), left)
 
-    def _try(self, reader: Reader, asked: Sequence[TurnDispatch], left: dict[int, list[TurnDispatch]]) -> None:
-        """Read the contexts of `asked`. Raises RoseError; all of `asked` are in `left` then."""
+    def _try(self, reader: Reader, dispatches: Sequence[TurnDispatch], left: dict[int, list[TurnDispatch]]) -> None:
+        """Read the contexts of `dispatches`. Raises RoseError; all of `dispatches` are in `left` then."""
         try:
-            self._read(reader, asked)
+            self._read(reader, dispatches)
         except RoseError:
-            for dispatch in asked:
+            for dispatch in dispatches:
                 left.setdefault(dispatch.home, []).append(dispatch)
             raise
 
@@ -205,17 +207,17 @@ class ContextStore:
         """Return all dispatches in the queue. Waits up to `seconds` for the first one."""
         dispatches: list[TurnDispatch] = []
         try:
-            dispatches.append(self._asked.get(timeout=seconds))
+            dispatches.append(self._requested.get(timeout=seconds))
             while True:
-                dispatches.append(self._asked.get_nowait())
+                dispatches.append(self._requested.get_nowait())
         except Empty:
             return dispatches
 
-    def _read(self, reader: Reader, asked: Sequence[TurnDispatch]) -> None:
-        """Read the contexts of `asked` and queue the answers. Raises TopicMissing, BusError or FetchStalled."""
-        if not asked:
+    def _read(self, reader: Reader, dispatches: Sequence[TurnDispatch]) -> None:
+        """Read the contexts of `dispatches` and queue the answers. Raises TopicMissing, BusError or FetchStalled."""
+        if not dispatches:
             return
-        found = [ContextReadBack(dispatch) for dispatch in asked]
+        found = [ContextReadBack(dispatch) for dispatch in dispatches]
         offsets_by_place: dict[Place, list[int]] = {}
         goes_to: dict[tuple[int, int], list[ContextReadBack]] = {}
         for each in found:

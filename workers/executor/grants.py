@@ -223,7 +223,7 @@ class GrantFollower:
         while not self._follower.is_caught_up.wait(POLL_SECONDS) and not stop.is_set():
             if self._follower.failure is not None:
                 raise self._follower.failure
-            reason = "waits for its grants: the broker has not told them yet"
+            reason = "waits for its grants, which the broker has not delivered yet"
             HEALTH.report(reason, ready=False, lasts_seconds=START_SECONDS)
 
     def permission(self) -> Permission:

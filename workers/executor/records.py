@@ -30,15 +30,15 @@ from rose.workers.executor.ipc.messages import EngineStatus, TurnFinished
 
 def resumed_context(dispatch: TurnDispatch, context: bytes) -> bytes:
     """Return the packed tokens that the engine prefills: the turn's context, then the tokens of earlier attempts."""
-    return context if dispatch.begun is None else context + dispatch.begun.tokens
+    return context if dispatch.partial is None else context + dispatch.partial.tokens
 
 
 def remaining_sampling(dispatch: TurnDispatch) -> Sampling:
     """Return the sampling parameters of the rest of the turn. An engine refuses a turn without tokens to sample."""
-    sampling, begun = dispatch.request.sampling, dispatch.begun
-    if begun is None:
+    sampling, partial = dispatch.request.sampling, dispatch.partial
+    if partial is None:
         return sampling
-    return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count(begun.tokens))
+    return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count(partial.tokens))
 
 
 def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str | None:
@@ -46,16 +46,16 @@ def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str | None:
     if dispatch.home >= homes:
         return f"its answer is awaited in home {dispatch.home}, and there are {homes}"
     if not dispatch.cut and dispatch.request.validation_error:
-        return f"what was asked contradicts itself: {dispatch.request.validation_error}"
-    begun = dispatch.begun
-    if begun is None:
+        return f"the turn request contradicts itself: {dispatch.request.validation_error}"
+    partial = dispatch.partial
+    if partial is None:
         return None
-    if begun.validation_error:
-        return f"what it is to go on from is malformed: {begun.validation_error}"
-    if len(begun.spans) >= MAX_SPANS or len(begun.device_seconds) >= MAX_WORKER_CLASSES:
+    if partial.validation_error:
+        return f"the partial turn is malformed: {partial.validation_error}"
+    if len(partial.spans) >= MAX_SPANS or len(partial.device_seconds) >= MAX_WORKER_CLASSES:
         return (
-            f"what it is to go on from has {len(begun.spans)} spans and {len(begun.device_seconds)} worker classes, "
-            f"and what is sampled on needs one more of each: {MAX_SPANS} and {MAX_WORKER_CLASSES} are the most"
+            f"the partial turn has {len(partial.spans)} spans and {len(partial.device_seconds)} worker classes, and "
+            f"the continuation needs one more of each: {MAX_SPANS} and {MAX_WORKER_CLASSES} are the most"
         )
     return None
 
@@ -100,7 +100,7 @@ def finished_result(
     )
     return msgspec.structs.replace(
         _result(start, dispatch, outcome, reason, times),
-        **concatenate_parts(dispatch.begun, sampled).record_fields(),
+        **concatenate_parts(dispatch.partial, sampled).record_fields(),
         finish_reason=turn.finish_reason if outcome is TurnOutcome.COMPLETED else "",
         context_tokens=turn.context_tokens,
         cached_tokens=turn.cached_tokens,
@@ -200,7 +200,7 @@ class HeartbeatWriter:
         """
         refused_version, refused_reason = refused or (-1, "")
         serving = status.serving
-        beat = SlackHeartbeat(
+        heartbeat = SlackHeartbeat(
             worker=self._incarnation.worker,
             incarnation=self._incarnation.incarnation,
             slot=self._slot,
@@ -235,4 +235,4 @@ class HeartbeatWriter:
             by_grant=self._by_grant,
         )
         self._sequence += 1
-        return beat
+        return heartbeat

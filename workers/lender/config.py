@@ -54,23 +54,24 @@ MIN_PROMISE_SECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """A vLLM server of the policy's model, whose latency this lender keeps. What it takes on is the executor's."""
+    """A vLLM server of the policy's model that runs elsewhere. The lender keeps the latency targets of the server."""
 
     url: str = ""
-    """`http://host:port`, where its API is; `rose lend --endpoint` says it. Heartbeats and logs name it."""
+    """URL of the server's API, `http://host:port`; `rose lend --endpoint` sets it. Heartbeats and logs contain the
+    URL."""
     model: str = ""
-    """The name under which it serves the policy; empty: the only one that it has."""
+    """Name of the policy's model on the server; empty: the only model of the server."""
     folder: Path = Path("runs/endpoint")
-    """Where policy versions are written for it to load, in a folder of its own there: its machine sees that under the
-    same path."""
+    """Folder to which policy versions are written, in a subfolder for each server. The server loads them, so its
+    machine must have the folder under the same path."""
     ttft_seconds: float = 1.0
-    """Its promise: from a request to its first token."""
+    """Latency target of the server: time from a request to its first token."""
     tpot_seconds: float = 0.1
-    """Its promise: from one token of a request to the next, in the mean."""
+    """Latency target of the server: mean time from one token of a request to the next."""
 
     def __post_init__(self) -> None:
         if self.url and not is_http_server(self.url):
-            raise UsageError("endpoint.url is http://host:port, with no password in it: logs name it")
+            raise UsageError("endpoint.url must be http://host:port without a password: logs contain the URL")
         check_bounds(
             self,
             {"ttft_seconds": (MIN_PROMISE_SECONDS, YEAR_SECONDS), "tpot_seconds": (MIN_PROMISE_SECONDS, YEAR_SECONDS)},

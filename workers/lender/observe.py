@@ -228,15 +228,15 @@ def _observe(client: EngineClient, stop: Event) -> None:
 
 def log_fields(report: ObservationReport, kv_bytes_most: int) -> dict[str, str]:
     """Return the fields of a log line. `kv_bytes_most`: most KV bytes of serving since the log line before."""
-    told = {
+    figures = {
         "observed": f"{report.seconds:.0f} s",
         "idle": f"{report.idle_seconds / report.seconds:.1%}" if report.seconds else "nothing yet",
         "stretches": str(sum(report.stretches)),
         "serving_kv_most": f"{kv_bytes_most / max(1, report.kv_bytes_total):.1%}",
     }
     for share in LOGGED_QUANTILES:
-        told[f"stretch_p{100 * share:.0f}"] = _quantile(report.stretches, share)
-    return told
+        figures[f"stretch_p{100 * share:.0f}"] = _quantile(report.stretches, share)
+    return figures
 
 
 def _quantile(stretches: tuple[int, ...], share: float) -> str:

@@ -189,7 +189,7 @@ def _run_watchdog(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], fold
 def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Run the program of the sidecar: one connection after another until a stop or a UsageError."""
     name, stop = plan.executor.worker, _stop_on_signal()
-    set_process_name(f"beside-{plan.executor.short_name}")
+    set_process_name(f"sidecar-{plan.executor.short_name}")
     log = structlog.get_logger("lender").bind(worker=name)
     try:
         with plan.exporting():

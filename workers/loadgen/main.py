@@ -130,19 +130,19 @@ async def _ask_all(
                 log.warning("request_failed", reason=answer.error)
             waits.append(served_request(answer, ended=time.monotonic(), to_unix=to_unix))
 
-        start, asked = time.monotonic(), set[asyncio.Task[None]]()
+        start, tasks = time.monotonic(), set[asyncio.Task[None]]()
         for at, number, request in paced_requests(work):
             if not await _wait_until(start + at, stop):
                 break
             task = asyncio.create_task(ask_one(request, number, start + at))
-            asked.add(task)
-            task.add_done_callback(asked.discard)
-        await _drain(asked)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await _drain(tasks)
 
 
-async def _drain(asked: set[asyncio.Task[None]]) -> None:
+async def _drain(tasks: set[asyncio.Task[None]]) -> None:
     """Wait for the answers under way for at most `LEAVE_SECONDS`, then cancel the rest."""
-    last = set(asked)
+    last = set(tasks)
     if last:
         _, late = await asyncio.wait(last, timeout=LEAVE_SECONDS)
         for task in late:

@@ -69,7 +69,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The step's line in `metrics.jsonl`, as JSON; empty if no step made the version."""
     schedule_steps: int = 0
     """Steps of the run that have applied a gradient: the position in the learning-rate schedule. A checkpoint of ROSE
-    0.2.0 does not have the number; its run begins the schedule anew."""
+    0.2.0 does not have the number; its run begins the schedule again."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class TrainerConfig:
     learning_rate: float = 1e-4
     """Learning rate of AdamW, where neither warm-up nor decay lowers it."""
     learning_rate_warmup_steps: int = 0
-    """The first so many steps have a lower learning rate, which rises linearly. Here and in the decay, steps that apply
+    """Number of first steps in which the learning rate rises linearly. Here and in the decay, steps that apply
     no gradient are not counted."""
     learning_rate_schedule: str = "constant"
     """Learning rate after the warm-up: `constant`, or a decay in a straight line (`linear`) or half a cosine wave

@@ -47,8 +47,8 @@ class TrainerFenced(RoseError):
     def __init__(self, model_id: str) -> None:
         longest = TRANSACTION_MILLISECONDS // 1000
         super().__init__(
-            f"another trainer of model {model_id} was started on this broker, or this one stood still for {longest} s "
-            "amid a transaction: it ends, and goes on where it was if it is started again"
+            f"another trainer of model {model_id} was started on this broker, or this trainer paused for {longest} s "
+            "in a transaction: it ends, and resumes from its checkpoint when it is started again"
         )
 
 

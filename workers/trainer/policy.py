@@ -32,7 +32,7 @@ from rose.workers.weights.model_folder import (
 )
 
 REASON_CHARACTERS = 300
-"""How much of a library's message is told on; some of them run to pages."""
+"""Most characters of a library's message that are passed on; some messages have pages."""
 
 PROBED = 8
 """Tokens on which a policy that was loaded is tried."""
@@ -68,7 +68,8 @@ def load_policy(folder: Path) -> Any:
             ) from error
         raise FolderError(f"{folder} does not load as a causal language model: {_one_line(error)}") from error
     unlike = [
-        f"{name} of shape {tuple(held)} instead of {tuple(asked)}" for name, held, asked in report["mismatched_keys"]
+        f"{name} of shape {tuple(held)} instead of {tuple(expected)}"
+        for name, held, expected in report["mismatched_keys"]
     ]
     if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
         unknown = sorted(report["unexpected_keys"])[:1]
@@ -149,7 +150,7 @@ def _keep_short_angles(model: Any) -> None:
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in SHORT_AND_LONG:
-            module.rope_type = "default"  # else the angles are chosen anew in each pass
+            module.rope_type = "default"  # otherwise each pass chooses new angles
 
 
 def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> Tensor:
@@ -167,7 +168,7 @@ def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = Non
 def produces_nonfinite(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
     """Whether logprobs of these tokens are no numbers though the weights are.
 
-    A weight that is none is told by name when it is to be published.
+    A weight that is not a number is reported by name when it is published.
     """
     with torch.no_grad():
         well = token_logprobs(model, tokens, temperatures).isfinite().all()

@@ -167,11 +167,11 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a folder whose files say that its weights are quantized. Raises FolderError."""
-    said = [f"the key {name} in config.json" for name in QUANTIZED if config.get(name)]
-    said += [f"the file {QUANTIZED_FILE}"] * (folder / QUANTIZED_FILE).is_file()
-    if said:
+    marks = [f"the key {name} in config.json" for name in QUANTIZED if config.get(name)]
+    marks += [f"the file {QUANTIZED_FILE}"] * (folder / QUANTIZED_FILE).is_file()
+    if marks:
         folder_tensors(folder)  # refuses quantized weights
-        raise FolderError(f"{folder} has {said[0]}, and its weights are not quantized: remove {said[0]}")
+        raise FolderError(f"{folder} has {marks[0]}, and its weights are not quantized: remove {marks[0]}")
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -229,7 +229,7 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
     if INNER in tensors:
         raise FolderError(
             f"{folder} holds {INNER}: its weights are of a model without its head (AutoModel), and vLLM finds them by "
-            "their names in the whole model: save the policy anew with AutoModelForCausalLM"
+            "their names in the whole model: save the policy again with AutoModelForCausalLM"
         )
     for key, tensor in tensors.items():
         if tensor.dtype not in WEIGHTS + CONSTANTS and not (tensor.dtype[0] in "IU" and key.endswith(MASK)):
@@ -239,7 +239,7 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
             )
         if 0 in tensor.shape:
             raise FolderError(
-                f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy anew, gathered from all the "
+                f"{folder}: {key} has no elements (shape {tensor.shape}): save the policy again, gathered from all the "
                 "processes that trained it"
             )
     return tensors

@@ -65,7 +65,7 @@ class Part(Enum):
     """Its end also ends the server."""
     WATCHDOG = "watchdog"
     """After its end the server serves without lending and is stopped."""
-    SIDECAR = "beside"
+    SIDECAR = "sidecar"
     """The watchdog restarts it."""
 
 

@@ -166,7 +166,7 @@ def write_version(model: Any, version: Mapping[str, Tensor], *, read: dict[str, 
         if read is not None:
             read.update({name: copies.elements_of(tensor) for name, tensor in layer})
         yield  # the loader has filled padding rows
-        yield from _copy_pieces(copies.asked)
+        yield from _copy_pieces(copies.pairs)
     for module in model.modules():
         if hasattr(module, PACKED):
             yield from _pack_pieces(module)
@@ -178,7 +178,7 @@ class _RecordedCopies(TorchFunctionMode):
     def __init__(self, own: set[int], loaded: Sequence[Tensor]) -> None:
         """`loaded`: the tensors that a loader reads."""
         super().__init__()
-        self.asked: list[tuple[Tensor, Tensor]] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []
         """Recorded copies: target and source."""
         self._own = own
         self._read: set[int] = set()
@@ -203,7 +203,7 @@ class _RecordedCopies(TorchFunctionMode):
         origins = (self._origins.get(one) for one in args if isinstance(one, Tensor))
         origin = next((one for one in origins if one is not None), None)
         if function is Tensor.copy_ and args[0].untyped_storage().data_ptr() in self._own:
-            self.asked.append((args[0], args[1].expand_as(args[0])))
+            self.pairs.append((args[0], args[1].expand_as(args[0])))
             self._elements[id(origin)] += args[1].numel()
             return args[0]
         made = function(*args, **(kwargs or {}))
@@ -213,9 +213,9 @@ class _RecordedCopies(TorchFunctionMode):
         return made
 
 
-def _copy_pieces(asked: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def _copy_pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     left = PIECE_ELEMENTS
-    for tensors in asked:
+    for tensors in pairs:
         for to, origin in bounded_slices(*tensors):
             if to.numel() > left:
                 yield

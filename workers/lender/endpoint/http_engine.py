@@ -240,7 +240,7 @@ class HttpEngine:
                 message = f"{self._endpoint.url} broke a turn off: {ended or 'it fell silent'}"
                 raise TurnLost(message, failed=ended != "abort")  # a pause of the server ends turns with "abort"
             if ended == "stop" and not set(turn.sampled.tokens[-1:]) & set(sampling.stop_token_ids):
-                raise EngineRefusal(f"{self._endpoint.url} ended it at a token that nobody asked for")
+                raise EngineRefusal(f"{self._endpoint.url} ended the turn at a token that is no stop token")
         except TurnLost as lost:
             await self._endpoint.check_unchanged()
             self._on_turn_lost(turn, lost)
@@ -271,9 +271,9 @@ class HttpEngine:
         if not tokens:
             return
         if len(tokens) != len(logprobs):
-            raise EngineBroken(f"{self._endpoint.url} told {len(tokens)} tokens with {len(logprobs)} logprobs")
+            raise EngineBroken(f"{self._endpoint.url} answered with {len(tokens)} tokens and {len(logprobs)} logprobs")
         if not all(0 <= token < self._vocabulary for token in tokens):
-            raise EngineBroken(f"{self._endpoint.url} told tokens outside the vocabulary of {self._vocabulary}")
+            raise EngineBroken(f"{self._endpoint.url} answered tokens outside the vocabulary of {self._vocabulary}")
         if impossible := logprob_error(np.array(logprobs)):
             raise EngineRefusal(f"{self._endpoint.url} answered with {impossible}")
         turn.last_token_at = time.time()

@@ -53,7 +53,7 @@ class TurnChunk(NamedTuple):
     logprobs: Sequence[float]
     """Logprob (natural logarithm) of each new token."""
     cached_tokens: int
-    """Context tokens that were found in the prefix cache, as far as the server has said yet."""
+    """Context tokens that were found in the prefix cache, as far as the server has reported."""
     finish_reason: str
     """`stop`, `length` or `abort`; empty before the end."""
 

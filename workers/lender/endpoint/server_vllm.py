@@ -442,7 +442,7 @@ def compatibility_error(config: VllmConfig, shapes: Mapping[str, Sequence[int]],
 
 def _model_error(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu: bool) -> str | None:
     if not (folder / "config.json").is_file():
-        return f"its model folder {folder} cannot be read from here, so it cannot be told whether it is the policy's"
+        return f"its model folder {folder} cannot be read from here, so it cannot be compared with the policy's"
     theirs, _ = check_folder(folder)
     ours = {name: tuple(shape) for name, shape in shapes.items()}
     if {**theirs, **ours} != theirs or theirs.keys() - ours.keys() - {HEAD}:

@@ -73,7 +73,7 @@ def probe_error(probed: ProbeAnswer, vocabulary: int) -> str | None:
     if len(tokens) != ANSWER_TOKENS or len(likeliest) != ANSWER_TOKENS:
         return f"a probe for {ANSWER_TOKENS} tokens is answered with {len(tokens)}, and logprobs of {len(likeliest)}"
     if not all(token in place for token, place in zip(tokens, likeliest, strict=True)):
-        return "a probe is answered with tokens whose logprobs are not told"
+        return "a probe is answered with tokens without logprobs"
     if not all(0 <= token < vocabulary for place in likeliest for token in place):
         return f"a probe is answered with tokens outside the vocabulary of {vocabulary}"
     return None

@@ -248,12 +248,12 @@ class ServingMemory:
     def wanted_blocks(self) -> int:
         """Most blocks that the next step may take, for running requests and for waiting requests that can start."""
         size, running = self._scheduler.block_size, self._scheduler.running
-        wanted: int = self._manager.watermark_blocks if self._scheduler.waiting else 0
+        blocks: int = self._manager.watermark_blocks if self._scheduler.waiting else 0
         for request in running:
-            wanted += -(-request.num_tokens // size) - -(-request.num_computed_tokens // size)
+            blocks += -(-request.num_tokens // size) - -(-request.num_computed_tokens // size)
         for request in islice(self._scheduler.waiting, self._scheduler.max_num_running_reqs - len(running)):
-            wanted += -(-request.num_tokens // size)
-        return wanted
+            blocks += -(-request.num_tokens // size)
+        return blocks
 
     def take_hit_bytes(self) -> int:
         """Return the bytes that serving found in its prefix cache since the last call."""

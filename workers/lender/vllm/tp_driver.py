@@ -44,7 +44,7 @@ class _PendingCall:
 
     name: str
     arguments: tuple[Any, ...]
-    begun: bool = False
+    started: bool = False
     done: bool = False
     returned: Sequence[Any] = ()
     error: Exception | None = None
@@ -94,8 +94,8 @@ class TpDriver:
         pending, began = self._pending, perf_counter()
         assert pending is not None
         try:
-            if not pending.begun:
-                pending.begun = True
+            if not pending.started:
+                pending.started = True
                 self._call_all("begin", pending.name, *pending.arguments)
             answers = self._call_all("resume", seconds)
             pending.done = all(done for done, _, _ in answers)
