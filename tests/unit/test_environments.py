@@ -217,9 +217,9 @@ METHODS = "".join(f"    async def {name}(self, *given): ...\n" for name in regis
     [
         (
             "class Any:\n" + METHODS.replace("async def step", "def step"),
-            r"has step that nobody can await: write `async",
+            r"has a plain step: write `async",
         ),
-        ("class Any:\n" + METHODS.replace("...", "yield"), "has reset, step, snapshot, restore, close that nobody"),
+        ("class Any:\n" + METHODS.replace("...", "yield"), "has a plain reset, step, snapshot, restore, close: write"),
         ("class Any:\n    def __init__(self, path): ...\n" + METHODS, "without arguments.*'path'"),
         ("class Own:\n" + METHODS + "async def Any(): return Own()\n", "is a coroutine function"),
         ("def Any(config): ...\n", "without arguments.*'config'"),
@@ -258,6 +258,18 @@ def test_decorated_method_and_class_with_defaults_are_accepted(tmp_path: Path, m
     )
     monkeypatch.syspath_prepend(tmp_path)
     load_environment("decorated:Any")()
+
+
+def test_method_of_a_decorator_that_hides_the_function_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hidden.py").write_text(
+        "import functools\ndef passed(call):\n    def hides(*given):\n        return call(*given)\n    return hides\n"
+        f"class Any:\n{METHODS}    step = passed(step)\n"
+        "    async def leave(self, seconds): ...\n    close = functools.partialmethod(leave, 3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    load_environment("hidden:Any")()
 
 
 def test_environment_of_a_user_is_found() -> None:
