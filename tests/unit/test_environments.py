@@ -188,6 +188,15 @@ def test_module_that_fails_at_import_is_reported_in_one_sentence(
         load_environment(f"{name}:Any")
 
 
+def test_module_of_a_package_imported_without_the_package_is_told_which_folder_to_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lone_part.py").write_text("from .other import Any")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownEnvironment, match="name the parent folder of its package in `import_paths`"):
+        load_environment("lone_part:Any")
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [
