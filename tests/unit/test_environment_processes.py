@@ -254,7 +254,7 @@ def test_signal_that_ends_the_loop_is_reported_as_the_cause(folder: Path) -> Non
     with processes(folder) as stage:
         failed = answers(stage, [step("a", "late")])["a"]
     assert isinstance(failed, EnvironmentFailure)
-    assert "its process lost its event loop (Late: it took too long)" in failed.failure
+    assert "its process lost its event loop (TookTooLong: it took too long)" in failed.failure
 
 
 def test_module_that_ignores_sigchld_hides_no_exit_status(
