@@ -3,6 +3,8 @@
 Keeps true: the message of a RoseError is one sentence that says what is wrong and how to mend it.
 """
 
+from traceback import walk_tb
+
 MAX_LEAVES = 5
 """Number of errors of a group that a sentence describes."""
 
@@ -21,6 +23,23 @@ class UsageError(RoseError):
 
 class RecordError(RoseError):
     """A record that cannot be decoded or breaks a bound; its bytes go to the dead-letter topic."""
+
+
+class ThreadRefused(RoseError):
+    """The system starts no further thread for this process."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no further thread can be started: raise the limit of processes (pids.max of the container, or ulimit -u), "
+            "or end what uses it up"
+        )
+
+
+def is_start_refused(error: BaseException) -> bool:
+    """Return whether the system has refused to start a thread (as `threading`) or a process (as `subprocess`)."""
+    if isinstance(error, BlockingIOError):
+        return any(frame.f_code.co_name == "_execute_child" for frame, _ in walk_tb(error.__traceback__))
+    return isinstance(error, RuntimeError) and message_of(error) == "can't start new thread"
 
 
 def message_of(error: BaseException) -> str:

@@ -12,6 +12,8 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+from rose.schemas.errors import ThreadRefused
+
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 
 REAP_SECONDS = 10.0
@@ -20,6 +22,16 @@ user."""
 
 POLL_SECONDS = 0.005
 """Time between two checks of ending processes."""
+
+
+def start_thread(target: Callable[..., object], *given: object, name: str) -> Thread:
+    """Start a daemon thread that calls `target(*given)`. Raises ThreadRefused where the system starts none."""
+    thread = Thread(target=target, args=given, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ThreadRefused from error
+    return thread
 
 
 AUTOGROUP_SECONDS, AUTOGROUP_TRIES = 0.1, 50

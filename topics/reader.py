@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from threading import Thread
 
 import structlog
 from confluent_kafka import (
@@ -25,13 +24,14 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from rose.schemas.errors import RecordError
+from rose.schemas.errors import RecordError, ThreadRefused
 from rose.schemas.record import Record
 from rose.schemas.wire import decode
 from rose.topics import counts
 from rose.topics.catalog import LOG_GROUP, Topic
 from rose.topics.errors import AUTHORIZATION_CODES, UNKNOWN_PARTITION_CODES, BusError, is_transient
 from rose.topics.idle_consumer import IdleConsumer
+from rose.topics.processes import start_thread
 from rose.topics.queries import (
     COORDINATOR_SECONDS,
     EARLIEST,
@@ -298,8 +298,11 @@ class Reader:
         if self._leaves_on_close:
             return  # a client that two threads close at once may wait forever
         self._leaves_on_close = True
-        leaving = Thread(target=self._consumer.close, name="leaves", daemon=True)
-        leaving.start()
+        try:
+            leaving = start_thread(self._consumer.close, name="leaves")
+        except ThreadRefused as error:
+            structlog.get_logger("bus").warning("group_not_left", reason=str(error))
+            return
         leaving.join(CLOSE_SECONDS)
         if leaving.is_alive():
             structlog.get_logger("bus").warning("group_not_left", seconds=CLOSE_SECONDS)
@@ -337,8 +340,9 @@ class Reader:
     def _rejoin(self) -> None:
         assert self._join is not None
         structlog.get_logger("bus").warning("join_retried", seconds=REJOIN_SECONDS)
-        former, self._consumer = self._consumer, self._new_consumer()
-        Thread(target=former.close, name="leaves", daemon=True).start()
+        follower = self._new_consumer()
+        start_thread(self._consumer.close, name="leaves")
+        self._consumer = follower
         self._join()
 
     def _register_topics(self, topics: Iterable[Topic]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
-from rose.schemas.errors import UsageError
+from rose.schemas.errors import ThreadRefused, UsageError
 from rose.topics.catalog import DEFAULT_RETENTION, MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Retention, Topic
 
 PREFIX = "rose."
@@ -218,10 +218,15 @@ Client = TypeVar("Client")
 
 
 def new_client(kind: Callable[..., Client], config: Mapping[str, object], **more: Any) -> Client:
-    """A client of this class with this configuration. Raises UsageError for settings that librdkafka refuses."""
+    """A client of this class with this configuration.
+
+    Raises UsageError for settings that librdkafka refuses, or ThreadRefused where it can start no thread.
+    """
     try:
         return kind(dict(config), **more)
     except KafkaException as error:
+        if error.args[0].code() == KafkaError._CRIT_SYS_RESOURCE:
+            raise ThreadRefused from None
         raise UsageError(f"the Kafka client refuses its settings: {error.args[0].str()}") from None
     except (TypeError, ValueError) as error:
         raise UsageError(f"the Kafka client refuses its settings: {error}") from None

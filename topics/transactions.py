@@ -20,11 +20,11 @@ Example:
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, Queue
-from threading import Thread
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException
@@ -32,6 +32,7 @@ from confluent_kafka import KafkaError, KafkaException
 from rose.schemas.errors import RoseError
 from rose.topics.errors import BusError, is_transient
 from rose.topics.health import HEALTH
+from rose.topics.processes import start_thread
 from rose.topics.queries import noop
 from rose.topics.retry import Backoff
 from rose.topics.settings import TRANSACTION_MILLISECONDS
@@ -106,10 +107,27 @@ class CallWatchdog:
         return True
 
 
+Guarded = tuple[Callable[[], object], "Queue[BaseException | None]"]
+"""A call, and the queue for its exception; None if it raises none."""
+
+_IDLE: "list[Queue[Guarded]]" = []
+"""The queues of the threads that wait for a call. A thread is kept, because the system may refuse to start another."""
+
+os.register_at_fork(after_in_child=_IDLE.clear)  # a child has none of the threads
+
+
 def run_guarded(call: Callable[[], object], watchdog: CallWatchdog) -> None:
-    """Run the call on a thread of its own and wait for it. Raises HungCall, or the exception of the call."""
+    """Run the call on a thread that runs nothing else meanwhile, and wait for it.
+
+    Raises HungCall, ThreadRefused, or the exception of the call.
+    """
     ended: Queue[BaseException | None] = Queue()  # a signal during the wait of a SimpleQueue can make the wait endless
-    Thread(target=_run_call, args=(call, ended), name="call", daemon=True).start()
+    try:
+        calls = _IDLE.pop()
+    except IndexError:
+        calls = Queue()
+        start_thread(_serve_calls, calls, name="call")
+    calls.put((call, ended))
     while True:
         raised, has_ended = None, False
         with suppress(Empty):
@@ -138,12 +156,19 @@ def poll_until_done(call: Callable[[float], bool], watchdog: CallWatchdog, on_wa
         on_wait()
 
 
-def _run_call(call: Callable[[], object], ended: "Queue[BaseException | None]") -> None:
+def _serve_calls(calls: "Queue[Guarded]") -> None:
+    while True:
+        _run_call(*calls.get(), calls)  # without a variable, which would hold the call until the next one
+
+
+def _run_call(call: Callable[[], object], ended: "Queue[BaseException | None]", calls: "Queue[Guarded]") -> None:
     try:
         call()
     except BaseException as error:  # noqa: BLE001
+        _IDLE.append(calls)
         ended.put(error)  # raised again on the thread that waits
     else:
+        _IDLE.append(calls)
         ended.put(None)
 
 

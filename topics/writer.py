@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
+from rose.schemas.errors import ThreadRefused
 from rose.schemas.record import Record
 from rose.schemas.wire import EncodedRecord, encoded, headers_of
 from rose.topics import counts, tracing
@@ -31,6 +31,7 @@ from rose.topics.admin import connect
 from rose.topics.catalog import PROMPTS, Topic
 from rose.topics.dead_letter_headers import to_dead_letter
 from rose.topics.errors import REJECTED_RECORD_CODES, BusError
+from rose.topics.processes import start_thread
 from rose.topics.queries import noop, partition_count
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, Place, RawMessage
@@ -411,7 +412,10 @@ class Writer:
 
 def _free_later(client: Producer) -> None:
     """Free the client on a thread of its own once no writer, exception or delivery report refers to it."""
-    Thread(target=_free, args=([client],), name="free", daemon=True).start()
+    try:
+        start_thread(_free, [client], name="free")
+    except ThreadRefused as error:
+        structlog.get_logger("bus").warning("client_not_freed", reason=str(error))
 
 
 def _free(last: list[Producer]) -> None:

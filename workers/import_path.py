@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rose.schemas.errors import UsageError, describe_error
+from rose.schemas.errors import UsageError, describe_error, message_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class Registry:
             if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
             advice = _name_taken(_module_of(error), module_name)
+            if "attempted relative import" in message_of(error):
+                advice = "name the parent folder of its package in `import_paths`, and use package.module:Class"
             if isinstance(error, ImportError):
                 advice = advice or self._choices()
             cause = f"cannot import {module_name} ({describe_error(error)})"

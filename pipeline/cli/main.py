@@ -23,7 +23,7 @@ from rose.pipeline.terminal import (
     print_error,
     repair_streams,
 )
-from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.errors import RoseError, ThreadRefused, UsageError, is_start_refused
 from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
 MOST_NUMBER = 65_535
@@ -465,8 +465,11 @@ def main() -> None:
     except RoseError as error:
         print_error(escape_control_chars(str(error)))
         sys.exit(error.exit_status)
-    except OSError as error:
-        if (refused := file_error(error)) is None:
+    except (OSError, RuntimeError) as error:
+        refused = file_error(error) if isinstance(error, OSError) else None
+        if is_start_refused(error):
+            refused = ThreadRefused()
+        if refused is None:
             raise
         print_error(escape_control_chars(str(refused)))
         sys.exit(refused.exit_status)

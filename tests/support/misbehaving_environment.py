@@ -238,6 +238,14 @@ def print_much() -> None:
     sys.stderr.flush()
 
 
+def find_no_thread_at_first() -> None:
+    """Raise the error of a process that can start no thread, in the first call."""
+    mark = Path(os.environ[FOLDER]) / "refused"
+    if not mark.exists():
+        mark.touch()
+        raise RuntimeError("can't start new thread")
+
+
 LEFT: list[int] = []
 
 CHANGES: dict[str, Callable[[], None]] = {
@@ -281,6 +289,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "print": print_much,
     "terminal": use_a_terminal,
     "children": start_children,
+    "no thread at first": find_no_thread_at_first,
 }
 
 

@@ -9,8 +9,10 @@ from contextlib import suppress
 import pytest
 from confluent_kafka import KafkaException, Producer
 
+from rose.schemas.errors import ThreadRefused
 from rose.topics.errors import BrokerUnreachable
 from rose.topics.health import HUNG_SECONDS, Health
+from rose.topics.processes import start_thread
 from rose.topics.transactions import CallWatchdog, HungCall, poll_until_done, run_guarded
 from tests.support.signals import signals_come
 from tests.support.waiting import until
@@ -41,6 +43,19 @@ def test_call_that_never_returns_is_aborted_and_a_returning_call_is_not() -> Non
     with pytest.raises(HungCall, match="though the broker answers others"):
         soon(never.wait, lambda: None)
     never.set()
+
+
+def test_call_after_the_first_one_needs_no_further_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    used: list[threading.Thread] = []
+    soon(lambda: used.append(threading.current_thread()), lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    soon(lambda: used.append(threading.current_thread()), lambda: None)
+    assert used[0] is used[1] is not threading.current_thread()
+    with pytest.raises(ThreadRefused, match="ulimit -u"):
+        start_thread(print, name="refused")
 
 
 def test_signal_during_a_check_does_not_prolong_the_call() -> None:

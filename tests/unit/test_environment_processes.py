@@ -406,6 +406,12 @@ def test_process_with_many_hung_threads_is_replaced(folder: Path, monkeypatch: p
         assert stepped(answers(stage, [step("good", "go", b"1")])["good"]) == b"2"
 
 
+def test_step_that_finds_no_thread_is_repeated_in_another_process(folder: Path) -> None:
+    with processes(folder) as stage:
+        found = answers(stage, [step("a", "no thread at first", b"4"), step("b", "pause", b"4")])
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+
+
 WORKER = """
 import sys
 from pathlib import Path

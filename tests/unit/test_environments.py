@@ -188,6 +188,15 @@ def test_module_that_fails_at_import_is_reported_in_one_sentence(
         load_environment(f"{name}:Any")
 
 
+def test_module_of_a_package_imported_without_the_package_is_told_which_folder_to_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lone_part.py").write_text("from .other import Any")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownEnvironment, match="name the parent folder of its package in `import_paths`"):
+        load_environment("lone_part:Any")
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [
@@ -217,9 +226,9 @@ METHODS = "".join(f"    async def {name}(self, *given): ...\n" for name in regis
     [
         (
             "class Any:\n" + METHODS.replace("async def step", "def step"),
-            r"has step that nobody can await: write `async",
+            r"has a plain step: write `async",
         ),
-        ("class Any:\n" + METHODS.replace("...", "yield"), "has reset, step, snapshot, restore, close that nobody"),
+        ("class Any:\n" + METHODS.replace("...", "yield"), "has a plain reset, step, snapshot, restore, close: write"),
         ("class Any:\n    def __init__(self, path): ...\n" + METHODS, "without arguments.*'path'"),
         ("class Own:\n" + METHODS + "async def Any(): return Own()\n", "is a coroutine function"),
         ("def Any(config): ...\n", "without arguments.*'config'"),
@@ -258,6 +267,18 @@ def test_decorated_method_and_class_with_defaults_are_accepted(tmp_path: Path, m
     )
     monkeypatch.syspath_prepend(tmp_path)
     load_environment("decorated:Any")()
+
+
+def test_method_of_a_decorator_that_hides_the_function_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hidden.py").write_text(
+        "import functools\ndef passed(call):\n    def hides(*given):\n        return call(*given)\n    return hides\n"
+        f"class Any:\n{METHODS}    step = passed(step)\n"
+        "    async def leave(self, seconds): ...\n    close = functools.partialmethod(leave, 3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    load_environment("hidden:Any")()
 
 
 def test_environment_of_a_user_is_found() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rose.pipeline.cli import main
 from rose.pipeline.monitor.diagnosis import Finding, Severity
 from rose.pipeline.monitor.screen import Screen, finding_lines
 from rose.pipeline.process_setup import configure_logging
@@ -163,6 +164,7 @@ def test_command_interrupted_during_its_start_prints_nothing() -> None:
 
 INHERITS = """
 import os, subprocess, sys
+from rose.pipeline.cli import main
 from rose.pipeline.terminal import repair_streams
 repair_streams()
 subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"], check=True)
@@ -179,6 +181,7 @@ def test_stream_closed_at_the_start_is_open_for_child_processes(closed: str) -> 
 LOGS = """
 import sys
 from rose.pipeline.process_setup import configure_logging
+from rose.pipeline.cli import main
 from rose.pipeline.terminal import repair_streams
 import structlog
 repair_streams()
@@ -197,3 +200,15 @@ def test_program_continues_after_its_log_reader_has_gone() -> None:
         os.close(reads)
         program.communicate(timeout=60)
     assert program.returncode == 0
+
+
+def test_command_that_can_start_no_thread_ends_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(main, "app", fail)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 1 and "no further thread can be started: raise the limit" in capsys.readouterr().err

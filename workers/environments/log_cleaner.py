@@ -4,12 +4,14 @@ Keeps true: only records before the given offsets and older than their retention
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from threading import Thread
 
 import structlog
 
-from rose.schemas.errors import RoseError
+from rose.schemas.errors import RoseError, ThreadRefused
 from rose.topics.admin import delete_before
+from rose.topics.processes import start_thread
 from rose.topics.records import Place
 from rose.topics.settings import BusSettings
 
@@ -47,8 +49,8 @@ class LogCleaner:
 
     def sweep(self, needed: Mapping[Place, int]) -> None:
         """Begin to delete the records before these offsets."""
-        self._thread = Thread(target=self._delete, args=(dict(needed),), name="sweeper", daemon=True)
-        self._thread.start()
+        with suppress(ThreadRefused):  # the next sweep deletes the same records
+            self._thread = start_thread(self._delete, dict(needed), name="sweeper")
 
     def join(self) -> None:
         """Wait for the sweep that is running."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from rose.schemas.errors import RoseError
+from rose.schemas.errors import RoseError, ThreadRefused
 from rose.topics.catalog import COMPLETED, PROMPTS
 from rose.topics.errors import BusError, TopicMissing
 from rose.topics.log_reader import FetchStalled
@@ -90,7 +90,7 @@ class Membership:
         self.rebalanced = True
 
 
-RECOVERABLE = (BusError, TopicMissing, FetchStalled)
+RECOVERABLE = (BusError, TopicMissing, FetchStalled, ThreadRefused)
 """The errors that `RecoveryPolicy.on_error` takes."""
 
 FIRST_WAIT_SECONDS = 0.05

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
+from _thread import start_new_thread
 from asyncio import AbstractEventLoop, get_event_loop_policy, set_event_loop_policy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,11 +35,24 @@ from functools import partial
 from operator import itemgetter
 from os import _exit, close, dup, fstat, getpid  # as they are now: an environment may take them away
 from threading import Lock, Thread
+from time import monotonic
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 SPARE_FILES = 64
 """A process that can open fewer further files than this, or than an eighth of its limit, is unfit."""
+
+MOST_LEFT, MOST_LEFT_EACH = 256, 4
+"""Threads and child processes that a process may have above those of its start, and further ones for each environment
+that may be held. A process with more is unfit."""
+
+FEW_LEFT = 32
+"""A process with more above those of its start is unfit once the system starts no further thread."""
+
+COUNT_PARTS, COUNT_SECONDS = 20, 1.0
+"""Counting threads and children takes one part in so many of the time at most, and is repeated at least this often."""
+
+TASKS = "/proc/self/task"
 
 MODULES: tuple[ModuleType, ...] = (builtins, os, shutil, subprocess, time, json, socket)
 """Those whose functions guards of generated code take away."""
@@ -61,13 +75,17 @@ POLICY = get_event_loop_policy()
 """The policy says who waits for the children of every event loop, so it is no environment's to choose."""
 
 _stat, _getrlimit, _getitimer, _getsignal = os.stat, resource.getrlimit, signal.getitimer, signal.getsignal
+_listdir, _open = os.listdir, open
 
 
 class ProcessIntegrity:
     """Process state that environments share, as it was at the start."""
 
-    def __init__(self, give_up: Callable[[str], None]) -> None:
-        """`give_up` is called with the change that was found, and returns if the process may go on."""
+    def __init__(self, give_up: Callable[[str], None], *, most: int) -> None:
+        """`give_up` is called with the change that was found, and returns if the process may go on.
+
+        `most`: threads and child processes that the process may have above those of now.
+        """
         self._give_up = give_up
         self._files = _files()
         self._streams = sys.stdout, sys.stderr
@@ -76,6 +94,9 @@ class ProcessIntegrity:
         self._depth = sys.getrecursionlimit()
         self._variables = len(os.environ)
         self._functions = [_Functions(module) for module in MODULES]
+        self._most = most
+        self._held = _threads_and_children()
+        self._count_at = 0.0
         self._change = ""
         self._only: str | None = None
         self._several = False
@@ -122,7 +143,26 @@ class ProcessIntegrity:
         most = _height(limits["open files"])
         if lowest >= most - min(SPARE_FILES, most / 8):
             return "left no room for further open files"
-        return self._lowered(limits) or self._taken_away()
+        return self._lowered(limits) or self._taken_away() or self._crowded()
+
+    def _crowded(self) -> str:
+        began = monotonic()
+        if began < self._count_at and not self._change:
+            return ""
+        left = _threads_and_children() - self._held
+        roomless = left > FEW_LEFT and not _starts_threads()
+        ended = monotonic()
+        self._count_at = ended + min(COUNT_PARTS * (ended - began), COUNT_SECONDS)
+        if roomless:
+            return f"left no room for further threads ({left} threads and child processes; pids.max, ulimit -u)"
+        return f"left {left} threads and child processes ({self._most} are allowed)" if left > self._most else ""
+
+    def on_start_refused(self) -> None:
+        """Give the process up because an environment's code could start no thread or child.
+
+        Another process may hold them, so all jobs are repeated.
+        """
+        self._give_up("could start no further thread or process (pids.max of the container, or ulimit -u)")
 
     def _lowered(self, limits: dict[str, tuple[int, int]]) -> str:
         if limits != self._limits:
@@ -202,6 +242,23 @@ def _files() -> list[tuple[int, int]]:
     """Which directory and which files the working directory and descriptors 0 to 2 are. Raises OSError."""
     found = [_stat(HERE), fstat(0), fstat(1), fstat(2)]
     return [(file.st_dev, file.st_ino) for file in found]
+
+
+def _threads_and_children() -> int:
+    tasks = _listdir(TASKS)
+    count = len(tasks)
+    for task in tasks:
+        with suppress(OSError), _open(f"{TASKS}/{task}/children", "rb") as children:  # the thread may have ended
+            count += len(children.read().split())
+    return count
+
+
+def _starts_threads() -> bool:
+    try:
+        start_new_thread(getpid, ())
+    except RuntimeError:
+        return False
+    return True
 
 
 def _limits() -> dict[str, tuple[int, int]]:

@@ -52,12 +52,15 @@ def _factory_error(factory: object) -> str | None:
         is_plain = inspect.isfunction(method) and not hasattr(method, "__wrapped__")  # a decorator may add arguments
         if is_plain and (error := binding_error(method, len(arguments) + (not is_static))):
             return f"has a {name} that does not take ({', '.join(('self', *arguments))}) by position: {error}"
-    if plain := [name for name in METHODS if _is_plain(getattr(factory, name))]:
-        return f"has {', '.join(plain)} that nobody can await: write `async def {plain[0]}(...)`, without `yield`"
+    if plain := [name for name in METHODS if _is_plain(getattr(factory, name), name)]:
+        return f"has a plain {', '.join(plain)}: write `async def {plain[0]}(...)`, without `yield`"
     return None
 
 
-def _is_plain(method: object) -> bool:
-    """Whether this is a function of Python whose result cannot be awaited, as far as that shows."""
+def _is_plain(method: object, name: str) -> bool:
+    """Whether this is a function of this name that is no coroutine function.
+
+    A function of another name is a decorator's, as of `functools.partialmethod`: only a call shows its result.
+    """
     function = inspect.unwrap(method) if inspect.isfunction(method) else method
-    return inspect.isfunction(function) and not inspect.iscoroutinefunction(function)
+    return inspect.isfunction(function) and function.__name__ == name and not inspect.iscoroutinefunction(function)

@@ -9,7 +9,6 @@ Keeps true
 
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,8 +21,8 @@ import msgspec
 import numpy  # noqa: F401  tokens are unpacked with it, and a user's folder may have a file of that name
 import structlog
 
-from rose.schemas.errors import UsageError, describe_error
-from rose.topics.processes import set_process_name, unread_stream
+from rose.schemas.errors import ThreadRefused, UsageError, describe_error
+from rose.topics.processes import set_process_name, start_thread, unread_stream
 from rose.workers.environments.jobs import (
     JOBS,
     EnvironmentFailure,
@@ -34,7 +33,13 @@ from rose.workers.environments.jobs import (
     decode_as,
     map_counters,
 )
-from rose.workers.environments.process_integrity import ProcessIntegrity, end_if_forked, restore_child_handling
+from rose.workers.environments.process_integrity import (
+    MOST_LEFT,
+    MOST_LEFT_EACH,
+    ProcessIntegrity,
+    end_if_forked,
+    restore_child_handling,
+)
 from rose.workers.environments.registry import UnknownEnvironment, load_environment
 from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
 from rose.workers.environments.turn_format import TurnFormat
@@ -72,7 +77,7 @@ def serve(descriptor: int, shared: int) -> NoReturn:
         status = RunnerServer(line, kind, signs).run()
     except (EOFError, OSError):
         pass  # the worker is gone
-    except UsageError as error:
+    except (UsageError, ThreadRefused) as error:
         line.send_bytes(msgspec.msgpack.encode(("unfit", str(error))))
     except BaseException:  # noqa: BLE001 - of code that is no environment's; the worker learns the status
         traceback.print_exc()
@@ -107,13 +112,13 @@ class RunnerServer:
             kind.limits,
             generation=kind.generation,
             signs=signs,
-            integrity=ProcessIntegrity(self._give_up),
+            integrity=ProcessIntegrity(self._give_up, most=MOST_LEFT + MOST_LEFT_EACH * kind.limits.max_live),
         )
-        self._send(msgspec.msgpack.encode(("ready",)))
 
     def run(self) -> int:
         """Run what the worker asks until it asks to stop; returns the exit status."""
-        threading.Thread(target=self._listen, name="worker-asks", daemon=True).start()
+        start_thread(self._listen, name="worker-asks")
+        self._send(msgspec.msgpack.encode(("ready",)))
         self._runner.run()
         if self._runner.exit_reason:
             self._send(msgspec.msgpack.encode(("lost", self._runner.exit_reason)))

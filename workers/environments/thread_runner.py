@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import structlog
 
 from rose.schemas.arrays import pack_tokens, unpack_tokens
-from rose.schemas.errors import UsageError, describe_error, message_of
+from rose.schemas.errors import UsageError, describe_error, is_start_refused, message_of
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
     BEATS,
@@ -326,6 +326,8 @@ class ThreadRunner:
                 task.cancel()
                 ended = await _ends(task, CANCEL_SECONDS)
         outcome = task.result() if ended and not task.cancelled() else asyncio.CancelledError()
+        if self._integrity is not None and isinstance(outcome, BaseException) and is_start_refused(outcome):
+            self._integrity.on_start_refused()
         if isinstance(outcome, BaseException) and not in_time:
             return TimeoutError(f"took longer than {seconds:g} s")
         return outcome

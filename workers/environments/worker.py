@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import structlog
 
 from rose.schemas.arrays import count
+from rose.schemas.errors import ThreadRefused
 from rose.schemas.progress import SettleRequest
 from rose.schemas.samples import SampleOutcome
 from rose.schemas.turns import TurnResult
@@ -129,7 +130,8 @@ class EnvironmentWorker:
                     began_at = 0.0 if self._outbox is None else self._outbox.began_at
                     wait = self._recovery_policy.on_error(error, time.monotonic(), began_at)
                     log.warning("restarting", worker=self._name, reason=str(error), retry_seconds=wait)
-                    HEALTH.report_restart(f"trouble with the broker: {error}")
+                    cause = "" if isinstance(error, ThreadRefused) else "trouble with the broker: "
+                    HEALTH.report_restart(f"{cause}{error}")
                     stop.wait(wait)
         finally:
             self._member.close()
