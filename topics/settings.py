@@ -23,6 +23,9 @@ from rose.topics.catalog import DEFAULT_RETENTION, MAX_DEAD_LETTER_BYTES, MAX_ME
 PREFIX = "rose."
 """Prefix of every topic, consumer group and transactional id, after the namespace, so one prefix serves an ACL."""
 
+CLIENT_PREFIX = "rose-"
+"""Prefix of the client ids of environment workers."""
+
 WARNING_SECONDS = 30.0
 """Least time between two warnings about the same kind of broker error."""
 
@@ -75,6 +78,10 @@ class BusSettings:
     def topic(self, topic: Topic) -> str:
         """The topic's name on this broker."""
         return f"{self.namespace}{topic.name}"
+
+    def is_worker(self, client_id: str) -> bool:
+        """Whether a member of the environment workers' group with this client id is a ROSE worker."""
+        return client_id.startswith(self.properties.get("client.id", CLIENT_PREFIX))
 
     def with_defaults(self, properties: Mapping[str, str]) -> "BusSettings":
         """These settings with default properties, which the user's own properties override."""

@@ -37,18 +37,15 @@ from rose.topics.catalog import (
 from rose.topics.dead_letters import DeadLetterIndex
 from rose.topics.errors import TopicMissing
 from rose.topics.log_reader import read_keyed_messages
-from rose.topics.queries import offset_in
+from rose.topics.queries import group_members, offset_in
 from rose.topics.reader import Reader
 from rose.topics.records import Place
-from rose.topics.settings import BusSettings
+from rose.topics.settings import CLIENT_PREFIX, BusSettings
 
 CLIENT = "rose-status"
 
 ANSWER_SECONDS = 3.0
 """Timeout of one query to the broker."""
-
-PREFIX = "rose-"
-"""Prefix of the client ids of ROSE."""
 
 EVERY_SECONDS = 2.0
 """Time between two probes."""
@@ -91,6 +88,8 @@ class BrokerSnapshot:
     """The broker's timestamp of the oldest waiting result, by home, Unix seconds; only if known."""
     workers: Sequence["WorkerMember"] = ()
     """The environment workers."""
+    strangers: Sequence[str] = ()
+    """Client ids of the members of the environment workers' group that are other programs."""
     letters: Mapping[str, int] = field(default_factory=dict)
     """Number of dead letters by topic."""
     counted: Sequence["Unread"] = ()
@@ -113,10 +112,14 @@ class BrokerSnapshot:
 class WorkerMember(NamedTuple):
     """An environment worker or router as a member of its consumer group."""
 
-    name: str
-    """The client id without the prefix of ROSE."""
+    client_id: str
     homes: frozenset[int]
     """The partitions of the prompts topic that the member owns."""
+
+    @property
+    def name(self) -> str:
+        """The client id without the prefix of ROSE."""
+        return self.client_id.removeprefix(CLIENT_PREFIX)
 
 
 class Unread(NamedTuple):
@@ -181,7 +184,8 @@ class BrokerProbe:
                 for topics in LAGGING.values()
                 for topic in topics
             }
-            workers = self._members(client, ENVIRONMENT_GROUP)
+            members = self._members(client, ENVIRONMENT_GROUP)
+            workers = [each for each in members if self._settings.is_worker(each.client_id)]
             held = self._held(client, committed[ENVIRONMENT_GROUP], ends)
             readable = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and home not in held}
             lag_at = {home: count for home, count in readable.items() if count}
@@ -207,6 +211,7 @@ class BrokerProbe:
                 results_at=results,
                 results_stamps=stamps,
                 workers=workers,
+                strangers=sorted(each.client_id for each in members if each not in workers),
                 letters=self._count_letters(client),
             )
         except (KafkaException, RoseError) as error:
@@ -238,19 +243,17 @@ class BrokerProbe:
 
     def _members(self, client: AdminClient, group: str) -> list[WorkerMember]:
         """Return the members of a group with the homes that each one owns."""
-        name = self._settings.name(group)
-        described = client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
         prompts = self._name(PROMPTS)
         return [
             WorkerMember(
-                member.client_id.removeprefix(PREFIX),
+                member.client_id,
                 frozenset(
                     each.partition
                     for each in (member.assignment.topic_partitions if member.assignment else ())
                     if each.topic == prompts
                 ),
             )
-            for member in described.members
+            for member in group_members(client, self._settings.name(group), ANSWER_SECONDS)
         ]
 
     def _unread(self, read: Mapping[Place, int], *, few: bool) -> list[Unread]:
