@@ -255,7 +255,7 @@ def test_prompts_unopened_by_a_worker_with_room_are_unhealthy(
     log.prompt("a")
     own = common(log.settings)
     own = replace(own, settings=[*(own.settings or []), "environment.step_timeout_seconds=1"])
-    with closing(Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")) as member:
+    with closing(Reader(log.settings, "rose-member", group=ENVIRONMENT_GROUP, member_id="member")) as member:
         dispatched: list[Place] = []
 
         def assigned(places: list[Place]) -> dict[Place, int]:
