@@ -82,10 +82,24 @@ def test_moved_run_folder_is_refused_with_the_broker_address(tmp_path: Path, mon
     closed = "127.0.0.1:1"
     write_configuration(load(Common()), RunBroker(BusSettings(closed), "own", None))
     (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "old")
-    moved = load(Common(run="old"))
+    moved = load(Common(config=Path("runs/old/config.toml")))
     for reach in (readable_log, run_broker):
         with pytest.raises(UsageError, match=r"runs/old was in runs/demo.*move the folder back"), reach(moved):
             pass
+
+
+def test_run_in_a_renamed_folder_is_refused_before_another_run_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run may have the folder that the file names."""
+    monkeypatch.chdir(tmp_path)
+    named = RunBroker(BusSettings("named:1"), "named", None)
+    write_configuration(load(Common()), named)
+    (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "old")
+    write_configuration(load(Common()), named)
+    assert "runs/old was in runs/demo, as its config.toml has it: move the folder back" in refusal(Common(run="old"))
+    assert load(Common(run="demo")).run_folder == Path("runs/demo")
+    assert load(Common(run=str(tmp_path / "runs" / "demo"))).run_folder == Path("runs/demo")
 
 
 @pytest.mark.parametrize(
