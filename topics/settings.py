@@ -244,6 +244,13 @@ MAX_TRANSACTION_MILLISECONDS = 60_000
 MIN_DELIVERY_MILLISECONDS = 1_000
 """Least delivery timeout: a running broker may take this long to store a record."""
 
+MIN_SESSION_MILLISECONDS = 6_000
+"""Least session timeout: the least that Apache Kafka allows by default."""
+
+DEFAULT_SESSION_MILLISECONDS = 10_000
+"""Session timeout of environment workers: the homes of a silent worker are assigned to others after this. Kafka's
+default of 45 s would stall its trajectories."""
+
 ADDRESS = ("bootstrap.servers", "metadata.broker.list")
 """librdkafka's names for the address of a broker."""
 
@@ -311,6 +318,11 @@ REQUIRED_SETTINGS = (
         f"must be at most {MAX_TRANSACTION_MILLISECONDS}: that of a dead worker holds up all who read behind it",
     ),
     RequiredSetting(
+        ("session.timeout.ms",),
+        _number(MIN_SESSION_MILLISECONDS, 2**31 - 1),
+        f"must be at least {MIN_SESSION_MILLISECONDS}: brokers refuse a member with a shorter one",
+    ),
+    RequiredSetting(
         ("group.id", "group.instance.id"), _NEVER, "is what ROSE itself says: groups are told apart by --namespace"
     ),
     RequiredSetting(("transactional.id",), _NEVER, "is what ROSE itself says: writers are told apart by --namespace"),
@@ -336,3 +348,9 @@ def check_required_settings(properties: Mapping[str, str], address: str) -> None
         for relied in REQUIRED_SETTINGS:
             if name in relied.names and not relied.fits(value.lower()):
                 raise UsageError(f"broker.properties: {name} {relied.requirement}")
+    session = int(properties.get("session.timeout.ms", DEFAULT_SESSION_MILLISECONDS))
+    if not _number(1, session - 1)(properties.get("heartbeat.interval.ms", "1")):
+        raise UsageError(
+            f"broker.properties: heartbeat.interval.ms must be from 1 to {session - 1}, less than the session timeout: "
+            "the group would evict its members"
+        )

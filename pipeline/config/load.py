@@ -211,6 +211,8 @@ def _file_overrides(common: Common) -> Iterator[Override]:
     path = common.config if common.run is None else RUNS / common.run / RESOLVED
     if path is None:
         return
+    if path == Path():
+        raise UsageError("--config is empty or a folder: write the path of a file, or leave it out")
     for section, fields in _read_toml(path).items():
         if not isinstance(fields, dict):
             raise UsageError(f"{path}: {section} stands in no section; the sections are {', '.join(section_types())}")

@@ -225,6 +225,8 @@ def test_count_outside_its_bounds_is_refused(field: str, count: str) -> None:
         "delivery.timeout.ms=1",
         "delivery.report.only.error=true",
         "transaction.timeout.ms=900000",
+        "session.timeout.ms=5999",
+        "heartbeat.interval.ms=10000",
         "bootstrap.servers=other:1",
         "group.id=x",
         "transactional.id=x",
@@ -256,9 +258,14 @@ def test_path_that_is_empty_is_refused(setting: str) -> None:
     assert " is empty, which names no file: write a path" in refusal(Common(settings=[setting]))
 
 
+def test_empty_path_of_the_configuration_is_refused_as_such() -> None:
+    assert "--config is empty" in refusal(Common(config=Path()))
+
+
 def test_kafka_property_that_rose_relies_on_may_be_repeated_unchanged() -> None:
     assert load(Common(bootstrap_server="b:1", properties=["bootstrap.servers=b:1"])).bus().bootstrap == "b:1"
     assignments = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]
+    assignments += ["session.timeout.ms=45000", "heartbeat.interval.ms=15000"]
     assert load(Common(properties=assignments)).settings.broker.properties["acks"] == "ALL"
 
 

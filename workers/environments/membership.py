@@ -23,11 +23,13 @@ from rose.topics.queries import WATERMARKS_ATTEMPT_SECONDS, group_members, parti
 from rose.topics.reader import Reader
 from rose.topics.records import Item, Place
 from rose.topics.retry import RetryPolicy
-from rose.topics.settings import CLIENT_PREFIX, TRANSACTION_MILLISECONDS, BusSettings, new_client
-
-SESSION_MILLISECONDS = "10000"
-"""Session timeout: the homes of a silent worker are assigned to others after this. Kafka's default of 45 s would stall
-its trajectories."""
+from rose.topics.settings import (
+    CLIENT_PREFIX,
+    DEFAULT_SESSION_MILLISECONDS,
+    TRANSACTION_MILLISECONDS,
+    BusSettings,
+    new_client,
+)
 
 HEARTBEAT_MILLISECONDS = "1000"
 """Interval of heartbeats. A worker notices a rebalance within about this time, and when its coordinator dies, at most
@@ -51,7 +53,7 @@ class Membership:
     def __init__(self, settings: BusSettings, name: str, group: str, *, on_wait: Callable[[], None]) -> None:
         """`on_wait`: see Reader."""
         session: dict[str, Any] = {
-            "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS),
+            "session.timeout.ms": settings.properties.get("session.timeout.ms", DEFAULT_SESSION_MILLISECONDS),
             "heartbeat.interval.ms": settings.properties.get("heartbeat.interval.ms", HEARTBEAT_MILLISECONDS),
         }
         self._settings = settings
