@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import AdminClient, MemberDescription, OffsetSpec
 
 from rose.schemas.errors import RoseError
 from rose.topics.admin import connect
@@ -114,7 +114,7 @@ class WorkerMember(NamedTuple):
 
     client_id: str
     homes: frozenset[int]
-    """The partitions of the prompts topic that the member owns."""
+    """The homes that the member owns."""
 
     @property
     def name(self) -> str:
@@ -243,18 +243,17 @@ class BrokerProbe:
 
     def _members(self, client: AdminClient, group: str) -> list[WorkerMember]:
         """Return the members of a group with the homes that each one owns."""
-        prompts = self._name(PROMPTS)
-        return [
-            WorkerMember(
-                member.client_id,
-                frozenset(
-                    each.partition
-                    for each in (member.assignment.topic_partitions if member.assignment else ())
-                    if each.topic == prompts
-                ),
-            )
-            for member in group_members(client, self._settings.name(group), ANSWER_SECONDS)
-        ]
+        members = group_members(client, self._settings.name(group), ANSWER_SECONDS)
+        return [WorkerMember(member.client_id, self._homes(member)) for member in members]
+
+    def _homes(self, member: MemberDescription) -> frozenset[int]:
+        """Return the homes of a member: a worker with other partitions of the prompts than of the results owns none."""
+        assigned = member.assignment.topic_partitions if member.assignment else ()
+        prompts, results = (
+            frozenset(each.partition for each in assigned if each.topic == self._name(topic))
+            for topic in (PROMPTS, COMPLETED)
+        )
+        return prompts if prompts == results else frozenset()
 
     def _unread(self, read: Mapping[Place, int], *, few: bool) -> list[Unread]:
         """Return the waiting prompts, read every COUNT_SECONDS: all of them if they are `few`, else one."""
