@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResultInfo
+from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResultInfo, MemberDescription
 
 from rose.topics.errors import UNKNOWN_PARTITION_CODES, BusError, PartitionMissing, TopicMissing, is_transient
 
@@ -114,6 +114,14 @@ def metadata_of(client: AdminClient) -> ClusterMetadata:
     Each attempt has half of the remaining time, so the first attempt waits for a slow broker.
     """
     return retry_query("asking for the topics", lambda left: client.list_topics(timeout=left / 2), WATERMARKS_SECONDS)
+
+
+def group_members(client: AdminClient, group: str, seconds: float) -> list[MemberDescription]:
+    """The members of a consumer group, by the group's name on the broker. Raises KafkaException."""
+    members: list[MemberDescription] = (
+        client.describe_consumer_groups([group], request_timeout=seconds)[group].result().members
+    )
+    return members
 
 
 def offset_in(answer: "Future[ListOffsetsResultInfo]") -> int:

@@ -4,6 +4,7 @@ Keeps true
 - A Reader returns a record only after it was decoded and checked. A message that does not decode is returned as it
   came, and its consumer decides what to do with it.
 - Assigned partitions are read unless they were paused after the assignment: an assignment ends every pause.
+- A member that is assigned nothing although the group has a partition for each member joins again.
 - A Reader commits only when it is asked to, and it writes nothing.
 """
 
@@ -23,6 +24,7 @@ from confluent_kafka import (
     Message,
     TopicPartition,
 )
+from confluent_kafka.admin import AdminClient
 
 from rose.schemas.errors import RecordError, ThreadRefused
 from rose.schemas.record import Record
@@ -38,6 +40,7 @@ from rose.topics.queries import (
     WATERMARKS_ATTEMPT_SECONDS,
     WATERMARKS_SECONDS,
     all_watermarks_of,
+    group_members,
     missing_error,
     noop,
     offsets_at,
@@ -52,6 +55,10 @@ REJOIN_SECONDS = 5.0
 """Time after which a member of a group on the embedded broker joins again. The broker waits 0.3 s for other members
 after the first member has joined. If the second member joins at the end of that wait, the broker answers no member of
 the group until one of them joins again under its name."""
+
+UNASSIGNED_SECONDS = 10.0
+"""Time after which a member without partitions asks whether there are any for it. librdkafka joins again when topics
+change, but not if the topics were missing only at the moment of the assignment, e.g. on a broker that lost its disk."""
 
 COORDINATOR_ANSWER_SECONDS = 3.0
 """How long a coordinator may take to answer a client that has to look it up first. Otherwise it counts as away."""
@@ -91,6 +98,8 @@ class Reader:
         """Subscribes again, with the present consumer; None for a reader without a subscription."""
         self._leaves_on_close = False
         self._joins_again_at = math.inf
+        self._asks_again_at = math.inf
+        """When a member without partitions asks whether there are any for it."""
         self._topics: dict[str, Topic] = {}
         self._assigned: set[Place] = set()
         self._membership: object = None
@@ -127,6 +136,7 @@ class Reader:
                 # been closed, and Python 3.11 cannot recover from an exception that the client raises in here.
                 return
             self._joins_again_at = math.inf
+            self._asks_again_at = math.inf if partitions else time.monotonic() + UNASSIGNED_SECONDS
             self._membership = consumer.consumer_group_metadata()
             self._assign_places(on_assigned([self._place(partition) for partition in partitions]))
 
@@ -169,6 +179,8 @@ class Reader:
         if first is None:
             if time.monotonic() >= self._joins_again_at:
                 self._rejoin()
+            elif time.monotonic() >= self._asks_again_at:
+                self._join_if_partitions_are_free()
             return []
         return [first, *self._consumer.consume(limit - 1, 0)] if limit > 1 else [first]
 
@@ -344,6 +356,19 @@ class Reader:
         start_thread(self._consumer.close, name="leaves")
         self._consumer = follower
         self._join()
+
+    def _join_if_partitions_are_free(self) -> None:
+        """Subscribe again if the group has a partition for each member. Raises TopicMissing or BusError."""
+        assert self._join is not None
+        self._asks_again_at = time.monotonic() + UNASSIGNED_SECONDS
+        client = new_client(AdminClient, self._settings.client(str(self._config["client.id"])))
+        partitions = max(partition_count(client, name) for name in self._topics)
+        try:
+            members = group_members(client, str(self._config["group.id"]), COORDINATOR_ANSWER_SECONDS)
+        except KafkaException:
+            return  # asked again after the same time
+        if len(members) <= partitions:
+            self._join()
 
     def _register_topics(self, topics: Iterable[Topic]) -> None:
         known = {self._settings.topic(topic): topic for topic in topics}

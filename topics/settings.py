@@ -23,6 +23,9 @@ from rose.topics.catalog import DEFAULT_RETENTION, MAX_DEAD_LETTER_BYTES, MAX_ME
 PREFIX = "rose."
 """Prefix of every topic, consumer group and transactional id, after the namespace, so one prefix serves an ACL."""
 
+CLIENT_PREFIX = "rose-"
+"""Prefix of the client ids of environment workers."""
+
 WARNING_SECONDS = 30.0
 """Least time between two warnings about the same kind of broker error."""
 
@@ -75,6 +78,10 @@ class BusSettings:
     def topic(self, topic: Topic) -> str:
         """The topic's name on this broker."""
         return f"{self.namespace}{topic.name}"
+
+    def is_worker(self, client_id: str) -> bool:
+        """Whether a member of the environment workers' group with this client id is a ROSE worker."""
+        return client_id.startswith(self.properties.get("client.id", CLIENT_PREFIX))
 
     def with_defaults(self, properties: Mapping[str, str]) -> "BusSettings":
         """These settings with default properties, which the user's own properties override."""
@@ -242,6 +249,13 @@ MAX_TRANSACTION_MILLISECONDS = 60_000
 MIN_DELIVERY_MILLISECONDS = 1_000
 """Least delivery timeout: a running broker may take this long to store a record."""
 
+MIN_SESSION_MILLISECONDS = 6_000
+"""Least session timeout: the least that Apache Kafka allows by default."""
+
+DEFAULT_SESSION_MILLISECONDS = 10_000
+"""Session timeout of environment workers: the homes of a silent worker are assigned to others after this. Kafka's
+default of 45 s would stall its trajectories."""
+
 ADDRESS = ("bootstrap.servers", "metadata.broker.list")
 """librdkafka's names for the address of a broker."""
 
@@ -308,6 +322,11 @@ REQUIRED_SETTINGS = (
         _number(1, MAX_TRANSACTION_MILLISECONDS),
         f"must be at most {MAX_TRANSACTION_MILLISECONDS}: that of a dead worker holds up all who read behind it",
     ),
+    RequiredSetting(
+        ("session.timeout.ms",),
+        _number(MIN_SESSION_MILLISECONDS, 2**31 - 1),
+        f"must be at least {MIN_SESSION_MILLISECONDS}: brokers refuse a member with a shorter one",
+    ),
     RequiredSetting(("group.id", "group.instance.id"), _NEVER, "is set by ROSE: --namespace distinguishes groups"),
     RequiredSetting(("transactional.id",), _NEVER, "is set by ROSE: --namespace distinguishes writers"),
     RequiredSetting(
@@ -332,3 +351,9 @@ def check_required_settings(properties: Mapping[str, str], address: str) -> None
         for relied in REQUIRED_SETTINGS:
             if name in relied.names and not relied.fits(value.lower()):
                 raise UsageError(f"broker.properties: {name} {relied.requirement}")
+    session = int(properties.get("session.timeout.ms", DEFAULT_SESSION_MILLISECONDS))
+    if not _number(1, session - 1)(properties.get("heartbeat.interval.ms", "1")):
+        raise UsageError(
+            f"broker.properties: heartbeat.interval.ms must be from 1 to {session - 1}, less than the session timeout: "
+            "the group would evict its members"
+        )

@@ -190,7 +190,19 @@ def load(common: Common, *, resolved: bool = False) -> Config:
         check_together(settings)
     except UsageError as error:
         raise UsageError(f"{_origin_of(str(error), origins)}{error}") from None
-    return Config(settings, origins)
+    config = Config(settings, origins)
+    if common.run is not None:
+        _refuse_moved(RUNS / common.run, config)
+    return config
+
+
+def _refuse_moved(folder: Path, config: Config) -> None:
+    """Raise UsageError if the run in `folder` would write to another folder, which may be that of another run."""
+    if folder.resolve() != config.run_folder.resolve():
+        raise UsageError(
+            f"the run in {folder} was in {config.run_folder}, as its {RESOLVED} has it: move the folder back, or begin "
+            f"this where {config.run_folder} leads to it"
+        )
 
 
 def _file_overrides(common: Common) -> Iterator[Override]:
@@ -199,6 +211,8 @@ def _file_overrides(common: Common) -> Iterator[Override]:
     path = common.config if common.run is None else RUNS / common.run / RESOLVED
     if path is None:
         return
+    if path == Path():
+        raise UsageError("--config is empty or a folder: write the path of a file, or leave it out")
     for section, fields in _read_toml(path).items():
         if not isinstance(fields, dict):
             raise UsageError(f"{path}: {section} stands in no section; the sections are {', '.join(section_types())}")

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import AdminClient, MemberDescription, OffsetSpec
 
 from rose.schemas.errors import RoseError
 from rose.topics.admin import connect
@@ -37,18 +37,15 @@ from rose.topics.catalog import (
 from rose.topics.dead_letters import DeadLetterIndex
 from rose.topics.errors import TopicMissing
 from rose.topics.log_reader import read_keyed_messages
-from rose.topics.queries import offset_in
+from rose.topics.queries import group_members, offset_in
 from rose.topics.reader import Reader
 from rose.topics.records import Place
-from rose.topics.settings import BusSettings
+from rose.topics.settings import CLIENT_PREFIX, BusSettings
 
 CLIENT = "rose-status"
 
 ANSWER_SECONDS = 3.0
 """Timeout of one query to the broker."""
-
-PREFIX = "rose-"
-"""Prefix of the client ids of ROSE."""
 
 EVERY_SECONDS = 2.0
 """Time between two probes."""
@@ -91,6 +88,8 @@ class BrokerSnapshot:
     """The broker's timestamp of the oldest waiting result, by home, Unix seconds; only if known."""
     workers: Sequence["WorkerMember"] = ()
     """The environment workers."""
+    strangers: Sequence[str] = ()
+    """Client ids of the members of the environment workers' group that are other programs."""
     dead_letters: Mapping[str, int] = field(default_factory=dict)
     """Number of dead letters by topic."""
     counted: Sequence["Unread"] = ()
@@ -113,10 +112,14 @@ class BrokerSnapshot:
 class WorkerMember(NamedTuple):
     """An environment worker or router as a member of its consumer group."""
 
-    name: str
-    """The client id without the prefix of ROSE."""
+    client_id: str
     homes: frozenset[int]
-    """The partitions of the prompts topic that the member owns."""
+    """The homes that the member owns."""
+
+    @property
+    def name(self) -> str:
+        """The client id without the prefix of ROSE."""
+        return self.client_id.removeprefix(CLIENT_PREFIX)
 
 
 class Unread(NamedTuple):
@@ -181,7 +184,8 @@ class BrokerProbe:
                 for topics in LAGGING.values()
                 for topic in topics
             }
-            workers = self._members(client, ENVIRONMENT_GROUP)
+            members = self._members(client, ENVIRONMENT_GROUP)
+            workers = [each for each in members if self._settings.is_worker(each.client_id)]
             held = self._held(client, committed[ENVIRONMENT_GROUP], ends)
             readable = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and home not in held}
             lag_at = {home: count for home, count in readable.items() if count}
@@ -207,6 +211,7 @@ class BrokerProbe:
                 results_at=results,
                 results_stamps=stamps,
                 workers=workers,
+                strangers=sorted(each.client_id for each in members if each not in workers),
                 dead_letters=self._count_dead_letters(client),
             )
         except (KafkaException, RoseError) as error:
@@ -238,20 +243,17 @@ class BrokerProbe:
 
     def _members(self, client: AdminClient, group: str) -> list[WorkerMember]:
         """Return the members of a group with the homes that each one owns."""
-        name = self._settings.name(group)
-        described = client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
-        prompts = self._name(PROMPTS)
-        return [
-            WorkerMember(
-                member.client_id.removeprefix(PREFIX),
-                frozenset(
-                    each.partition
-                    for each in (member.assignment.topic_partitions if member.assignment else ())
-                    if each.topic == prompts
-                ),
-            )
-            for member in described.members
-        ]
+        members = group_members(client, self._settings.name(group), ANSWER_SECONDS)
+        return [WorkerMember(member.client_id, self._homes(member)) for member in members]
+
+    def _homes(self, member: MemberDescription) -> frozenset[int]:
+        """Return the homes of a member: a worker with other partitions of the prompts than of the results owns none."""
+        assigned = member.assignment.topic_partitions if member.assignment else ()
+        prompts, results = (
+            frozenset(each.partition for each in assigned if each.topic == self._name(topic))
+            for topic in (PROMPTS, COMPLETED)
+        )
+        return prompts if prompts == results else frozenset()
 
     def _unread(self, read: Mapping[Place, int], *, few: bool) -> list[Unread]:
         """Return the waiting prompts, read every COUNT_SECONDS: all of them if they are `few`, else one."""

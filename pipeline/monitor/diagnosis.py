@@ -244,6 +244,12 @@ def _dispatching(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
 
 def _environments(facts: Facts) -> Iterator[Finding]:
     workers, owned = facts.environment_workers, facts.homes_owned
+    if facts.strangers:
+        sentence = (
+            f"{', '.join(facts.strangers)} in the consumer group of the environment workers is another program and "
+            "takes homes from them: give it another group.id"
+        )
+        yield Finding(Severity.UNWELL, "environments", sentence)
     if workers == 0 and facts.work_left:
         yield Finding(Severity.UNWELL, "environments", "no environment worker is there")
     elif workers and owned is not None and owned < facts.homes:

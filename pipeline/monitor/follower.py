@@ -154,6 +154,7 @@ class RunFollower:
             disbelieved=view.disbelieved,
             max_lag_versions=self._max_lag_versions,
             environment_workers=workers,
+            strangers=known.strangers,
             homes=known.homes,
             homes_owned=known.homes_owned,
             routers=known.routers,

@@ -208,6 +208,10 @@ MEANINGS = {
         "The watchdog could not write the stop file, so the restarted server lends again.",
         "Make the folder of `lender.stop_file` writable.",
     ),
+    "stranger_in_group": Meaning(
+        "Another program is a member of the consumer group of environment workers. The worker owns no homes and waits.",
+        "Stop the program of the listed client ids, or give it another `group.id`.",
+    ),
     "traces_not_exported": Meaning("OpenTelemetry is not installed, so no traces are exported.", "Follow `reason`."),
     "trajectory_broken": Meaning(
         "The log does not hold what a trajectory needs to continue. The trajectory ends as failed.",

@@ -2,20 +2,25 @@
 rejoin."""
 
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
 
 from rose.schemas.wire import encode
-from rose.topics.catalog import PROMPTS
+from rose.topics.admin import create_topics
+from rose.topics.catalog import PROMPTS, Partitions
+from rose.topics.errors import TopicMissing
 from rose.topics.idle_consumer import IdleConsumer
+from rose.topics.local_broker import start_broker
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, Place
 from rose.topics.settings import BusSettings
 from tests.golden.examples import PROMPT
+from tests.support.brokers import embedded_first, home_of, start
 from tests.support.bus_fixtures import HOMES, WAIT_SECONDS, put, read_until
 
 
@@ -124,3 +129,54 @@ def test_rejoined_or_left_member_ignores_answers_to_its_former_membership(
     assert reported_assignments == [[(PROMPTS, 0)]], "who has left is told nothing, though an assignment may lie unread"
     reader.close()
     assert closed.count(present) == 1, "a client that is closed twice at once may wait for ever"
+
+
+@embedded_first
+@pytest.mark.slow
+def test_member_on_an_emptied_broker_says_that_topics_are_missing_and_gets_partitions_when_they_are_there(
+    broker_kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second member, for which there is no partition, joins once only."""
+    monkeypatch.setattr("rose.topics.reader.UNASSIGNED_SECONDS", 1.0)
+    assigned: dict[str, list[int]] = {"first": [], "second": []}
+
+    def join(name: str) -> Reader:
+        def on_assigned(places: list[Place]) -> dict[Place, int]:
+            assigned[name].append(len(places))
+            return {}
+
+        reader = Reader(settings, name, group="members", member_id=name)
+        reader.subscribe([PROMPTS], on_assigned=on_assigned, on_revoked=lambda places: None)
+        return reader
+
+    def read(*readers: Reader, reads: int = 1) -> None:
+        for _ in range(reads):
+            for reader in readers:
+                reader.read(1, 0.1)
+
+    deadline = time.monotonic() + 3 * WAIT_SECONDS
+    one = Partitions(home=1, slots=1, samples=1, chunks=1)
+    with start(broker_kind, tmp_path / "first") as broker:
+        settings, port = broker.settings(), int(broker.bootstrap.rpartition(":")[2])
+        create_topics(settings, one)
+        first = join("first")
+        while assigned["first"][-1:] != [1]:
+            assert time.monotonic() < deadline
+            read(first)
+    with start_broker(tmp_path / "second", kafka_home=home_of(broker_kind), port=port), closing(first):
+        with pytest.raises(TopicMissing):
+            while time.monotonic() < deadline:
+                read(first)
+        assert assigned["first"][-1] == 0
+        create_topics(settings, one)
+        while assigned["first"][-1] != 1:
+            assert time.monotonic() < deadline
+            with suppress(TopicMissing):  # the client may have queued the error before the topic was there
+                read(first)
+        with closing(join("second")) as second:
+            while len(assigned["second"]) == 0:
+                assert time.monotonic() < deadline
+                read(first, second)
+            read(first, second, reads=20)
+            assert sorted(taken[-1] for taken in assigned.values()) == [0, 1]
+            assert len(assigned["second"]) == 1

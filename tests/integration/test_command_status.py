@@ -160,7 +160,8 @@ def test_unsigned_versions_and_those_of_another_run_are_ignored(log: Log) -> Non
         assert looking.facts().newest_version == 7
 
 
-def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log) -> None:
+@pytest.mark.parametrize(("client", "workers"), [("rose-member", 1), ("my-etl", 0)])
+def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log, client: str, workers: int) -> None:
     probe = BrokerProbe(log.settings)
     alone = probe.probe()
     assert alone is not None
@@ -170,7 +171,7 @@ def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log
     spoiled = InvalidMessage(PROMPTS, log.home("a"), offset, RawMessage(None, b"x"), "no prompt")
     log.writer.dead_letter(spoiled, "no prompt")
     log.writer.flush()
-    reader = Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")
+    reader = Reader(log.settings, client, group=ENVIRONMENT_GROUP, member_id="member")
     dispatched: list[Place] = []
 
     def assigned(places: list[Place]) -> dict[Place, int]:
@@ -188,7 +189,8 @@ def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log
     found = probe.probe()
     reader.close()
     assert found is not None
-    assert (found.environment_workers, found.homes_owned) == (1, PARTITIONS.home)
+    assert (found.environment_workers, found.homes_owned) == (workers, workers * PARTITIONS.home)
+    assert found.strangers == ([] if workers else [client])
     assert (found.prompts_waiting, found.lag[COMPLETED]) == (1, 1)
     assert found.dead_letters == {PROMPTS.name: 1}
 
@@ -253,7 +255,7 @@ def test_prompts_unopened_by_a_worker_with_room_are_unhealthy(
     log.prompt("a")
     own = common(log.settings)
     own = replace(own, settings=[*(own.settings or []), "environment.step_timeout_seconds=1"])
-    with closing(Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member_id="member")) as member:
+    with closing(Reader(log.settings, "rose-member", group=ENVIRONMENT_GROUP, member_id="member")) as member:
         dispatched: list[Place] = []
 
         def assigned(places: list[Place]) -> dict[Place, int]:

@@ -120,6 +120,29 @@ def test_frozen_or_killed_worker_with_a_full_window_is_replaced_and_returns(
     assert once(executors) == undisturbed
 
 
+@any_broker
+def test_worker_beside_another_program_in_its_group_waits_and_goes_on_without_it(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
+) -> None:
+    settings, log = executors.settings, tmp_path / "worker.log"
+    with worker_process(settings, 0, {"model_folder": model}, log=log) as worker:
+        executors.pump_until(lambda: are_shared(settings, 1), what="a member")
+        stranger = Consumer(settings.consumer("my-etl", ENVIRONMENT_GROUP))
+        stranger.subscribe([settings.topic(PROMPTS)])
+
+        def is_told() -> bool:
+            stranger.poll(0.0)
+            return "stranger_in_group" in log.read_text()
+
+        executors.pump_until(is_told, what="the worker's warning")
+        assert "my-etl" in log.read_text()
+        submit_all(executors)
+        stranger.close()
+        finish(executors)
+        assert worker.poll() is None
+    assert once(executors) == undisturbed
+
+
 @kafka_first
 @pytest.mark.slow
 def test_prompt_of_another_home_is_forwarded_and_duplicates_open_nothing(

@@ -82,10 +82,24 @@ def test_moved_run_folder_is_refused_with_the_broker_address(tmp_path: Path, mon
     closed = "127.0.0.1:1"
     write_configuration(load(Common()), RunBroker(BusSettings(closed), "own", None))
     (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "old")
-    moved = load(Common(run="old"))
+    moved = load(Common(config=Path("runs/old/config.toml")))
     for reach in (readable_log, run_broker):
         with pytest.raises(UsageError, match=r"runs/old was in runs/demo.*move the folder back"), reach(moved):
             pass
+
+
+def test_run_in_a_renamed_folder_is_refused_before_another_run_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run may have the folder that the file names."""
+    monkeypatch.chdir(tmp_path)
+    named = RunBroker(BusSettings("named:1"), "named", None)
+    write_configuration(load(Common()), named)
+    (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "old")
+    write_configuration(load(Common()), named)
+    assert "runs/old was in runs/demo, as its config.toml has it: move the folder back" in refusal(Common(run="old"))
+    assert load(Common(run="demo")).run_folder == Path("runs/demo")
+    assert load(Common(run=str(tmp_path / "runs" / "demo"))).run_folder == Path("runs/demo")
 
 
 @pytest.mark.parametrize(
@@ -211,6 +225,8 @@ def test_count_outside_its_bounds_is_refused(field: str, count: str) -> None:
         "delivery.timeout.ms=1",
         "delivery.report.only.error=true",
         "transaction.timeout.ms=900000",
+        "session.timeout.ms=5999",
+        "heartbeat.interval.ms=10000",
         "bootstrap.servers=other:1",
         "group.id=x",
         "transactional.id=x",
@@ -242,9 +258,14 @@ def test_path_that_is_empty_is_refused(setting: str) -> None:
     assert " is empty, which names no file: write a path" in refusal(Common(settings=[setting]))
 
 
+def test_empty_path_of_the_configuration_is_refused_as_such() -> None:
+    assert "--config is empty" in refusal(Common(config=Path()))
+
+
 def test_kafka_property_that_rose_relies_on_may_be_repeated_unchanged() -> None:
     assert load(Common(bootstrap_server="b:1", properties=["bootstrap.servers=b:1"])).bus().bootstrap == "b:1"
     assignments = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]
+    assignments += ["session.timeout.ms=45000", "heartbeat.interval.ms=15000"]
     assert load(Common(properties=assignments)).settings.broker.properties["acks"] == "ALL"
 
 

@@ -77,6 +77,11 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
             "does a router serve?",
         ),
         ({"environment_workers": 0}, "no environment worker is there"),
+        (
+            {"strangers": ("my-etl",)},
+            "my-etl in the consumer group of the environment workers is another program and takes homes from them: "
+            "give it another group.id",
+        ),
         ({"homes_owned": 5}, "3 of 8 homes have no environment worker"),
         ({"results_waiting": 4}, "4 results wait for an environment worker, and none was applied for 12 s"),
         (

@@ -4,26 +4,32 @@ Keeps true
 - While `rebalanced` is false, `homes` are the homes that the group has assigned. A change of the assignment, or an
   error that the worker meets, sets `rebalanced`; the worker then builds its state again.
 - While leaders and coordinators move, or after the worker itself was frozen, the worker recovers from the log.
+- Beside a member that does not read both topics, i.e. another program, the worker owns no homes and waits.
 - The worker ends if only a person can correct the cause: another worker of its name, a missing topic, missing rights.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from confluent_kafka import KafkaError
+import structlog
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
 
 from rose.schemas.errors import RoseError, ThreadRefused
 from rose.topics.catalog import COMPLETED, PROMPTS
 from rose.topics.errors import BusError, TopicMissing
 from rose.topics.log_reader import FetchStalled
+from rose.topics.queries import WATERMARKS_ATTEMPT_SECONDS, group_members, partition_count
 from rose.topics.reader import Reader
 from rose.topics.records import Item, Place
 from rose.topics.retry import RetryPolicy
-from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
-
-SESSION_MILLISECONDS = "10000"
-"""Session timeout: the homes of a silent worker are assigned to others after this. Kafka's default of 45 s would stall
-its trajectories."""
+from rose.topics.settings import (
+    CLIENT_PREFIX,
+    DEFAULT_SESSION_MILLISECONDS,
+    TRANSACTION_MILLISECONDS,
+    BusSettings,
+    new_client,
+)
 
 HEARTBEAT_MILLISECONDS = "1000"
 """Interval of heartbeats. A worker notices a rebalance within about this time, and when its coordinator dies, at most
@@ -47,13 +53,19 @@ class Membership:
     def __init__(self, settings: BusSettings, name: str, group: str, *, on_wait: Callable[[], None]) -> None:
         """`on_wait`: see Reader."""
         session: dict[str, Any] = {
-            "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS),
+            "session.timeout.ms": settings.properties.get("session.timeout.ms", DEFAULT_SESSION_MILLISECONDS),
             "heartbeat.interval.ms": settings.properties.get("heartbeat.interval.ms", HEARTBEAT_MILLISECONDS),
         }
+        self._settings = settings
         self._name = name
-        self.reader = Reader(settings, f"rose-{name}", group=group, member_id=name, on_wait=on_wait, **session)
+        self._group = settings.name(group)
+        self.reader = Reader(
+            settings, f"{CLIENT_PREFIX}{name}", group=group, member_id=name, on_wait=on_wait, **session
+        )
         self.homes: list[int] = []
         self.rebalanced = False
+        self._halves_differ = False
+        """Whether the last assignment has other partitions of the prompts than of the results, for a reason to find."""
 
     def join(self) -> None:
         """Join the group; homes are assigned during `read`."""
@@ -62,7 +74,10 @@ class Membership:
     def read(self, limit: int, timeout_seconds: float) -> list[Item]:
         """The next items of the homes' prompts and results. Raises WorkerFenced, TopicMissing or BusError."""
         try:
-            return self.reader.read(limit, timeout_seconds)
+            items = self.reader.read(limit, timeout_seconds)
+            if self._halves_differ:
+                self._explain_halves()
+            return items
         except BusError as error:
             if error.code in (KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL):
                 raise WorkerFenced(self._name) from error
@@ -79,11 +94,26 @@ class Membership:
 
     def _on_assigned(self, places: list[Place]) -> dict[Place, int]:
         homes = {topic: sorted(part for other, part in places if other is topic) for topic in (PROMPTS, COMPLETED)}
-        if homes[PROMPTS] != homes[COMPLETED]:
-            raise RoseError("prompts and results have different numbers of partitions: see `rose topics check`")
-        self.homes = homes[PROMPTS]
+        self._halves_differ = homes[PROMPTS] != homes[COMPLETED]
+        self.homes = [] if self._halves_differ else homes[PROMPTS]
         self.rebalanced = True
         return {}  # reading begins once the homes are recovered
+
+    def _explain_halves(self) -> None:
+        """Log that another program is a member, unless the topics differ: then raise RoseError.
+
+        Uses a client of its own, because the reader's queries poll the group. Raises TopicMissing or BusError, too.
+        """
+        client = new_client(AdminClient, self._settings.client(f"{CLIENT_PREFIX}{self._name}-admin"))
+        if len({partition_count(client, self._settings.topic(topic)) for topic in (PROMPTS, COMPLETED)}) > 1:
+            raise RoseError("prompts and results have different numbers of partitions: see `rose topics check`")
+        self._halves_differ = False
+        try:
+            members = group_members(client, self._group, WATERMARKS_ATTEMPT_SECONDS)
+        except KafkaException:
+            members = []
+        clients = sorted(each.client_id for each in members if not self._settings.is_worker(each.client_id))
+        structlog.get_logger().warning("stranger_in_group", worker=self._name, group=self._group, clients=clients)
 
     def _on_revoked(self, _places: list[Place]) -> None:
         self.homes = []

@@ -126,7 +126,7 @@ class Outbox:
             return self._writer.committed_offsets(self._reader, places, mark=OFFSETS_MARK)
         except BusError as error:
             failure = error
-        self._fail()
+        self.close()
         raise failure
 
     def on_recovered(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
@@ -182,7 +182,7 @@ class Outbox:
         except (BusError, TopicMissing) as error:
             failure = error
         if failure is not None:
-            self._fail()
+            self.close()
             raise failure
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
@@ -194,7 +194,7 @@ class Outbox:
             trajectory.committed_at = now
         return ended + [item.trajectory_id for item in ready if item.records.sample is not None]
 
-    def _fail(self) -> None:
+    def close(self) -> None:
         """Close the writer. Never call this while an exception is handled, see `topics/transactions.py`."""
         self._writer.close()
         self.has_failed = True

@@ -23,6 +23,7 @@ from rose.schemas.samples import SampleOutcome
 from rose.schemas.turns import TurnResult
 from rose.topics import tracing
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
+from rose.topics.errors import TopicMissing
 from rose.topics.health import HEALTH
 from rose.topics.log_reader import read_to_end
 from rose.topics.metrics import register
@@ -101,6 +102,8 @@ class EnvironmentWorker:
         self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, on_wait=self._on_wait)
         self._outbox: Outbox | None = None
         """None before the first recovery."""
+        self._has_lost_log = False
+        """Whether topics were missing since the last recovery: the broker may be an empty one in place of another."""
         self._recovery_policy = RecoveryPolicy(name)
         self._log_cleaner = LogCleaner(settings, name)
         self._stop = threading.Event()
@@ -127,6 +130,7 @@ class EnvironmentWorker:
                     HEALTH.report(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
                 except RECOVERABLE as error:
                     self._member.rebalanced = True
+                    self._has_lost_log |= isinstance(error, TopicMissing)
                     began_at = 0.0 if self._outbox is None else self._outbox.began_at
                     wait = self._recovery_policy.on_error(error, time.monotonic(), began_at)
                     log.warning("restarting", worker=self._name, reason=str(error), retry_seconds=wait)
@@ -188,6 +192,9 @@ class EnvironmentWorker:
 
     def _fence(self) -> Outbox:
         """The outbox; a new one if there is none whose writer works. Raises BusError."""
+        if self._outbox is not None and self._has_lost_log:
+            self._outbox.close()  # an empty broker does not know the writer, and may leave its transaction open
+        self._has_lost_log = False
         if self._outbox is None or self._outbox.has_failed:
             self._outbox = fence(
                 self._settings,
