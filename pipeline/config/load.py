@@ -191,7 +191,9 @@ def load(common: Common, *, resolved: bool = False) -> Config:
     except UsageError as error:
         raise UsageError(f"{_origin_of(str(error), origins)}{error}") from None
     config = Config(settings, origins)
-    if common.run is not None:
+    if common.run is not None and origins.get("run.name") == origins.get("run.folder") == str(
+        RUNS / common.run / RESOLVED
+    ):
         _refuse_moved(RUNS / common.run, config)
     return config
 

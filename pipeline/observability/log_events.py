@@ -46,6 +46,10 @@ MEANINGS = {
         "Weight chunks are kept because another run, which writes nothing any more, may still need them.",
         "If that run has ended for good, delete its manifests.",
     ),
+    "client_not_freed": Meaning(
+        "A closed Kafka client stays in memory, because the system starts no further thread.",
+        "Raise the limit of processes and threads (pids.max, ulimit -u), or end what holds them.",
+    ),
     "clock_skew_detected": Meaning(
         "The clock of an executor differs from the router's clock.", "Synchronize the clocks of both machines (NTP)."
     ),
