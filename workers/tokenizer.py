@@ -278,15 +278,15 @@ def check_reading(folder: Path) -> None:
     except Exception:  # noqa: BLE001 - of any type, for what only transformers needs, such as another library
         return
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
-    added = (token.content for token in tokenizer.get_added_tokens_decoder().values())
-    for text in (*PROBES, *(f"a {token} b" for token in added)):
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    for text in (*PROBES, *(f"a {token} b" for token in added), *(f"a{token}b" for token in added)):
         ours = tokenizer.encode(text, add_special_tokens=False).ids
         if ours != theirs(text, add_special_tokens=False, verbose=False)["input_ids"]:
             raise TokenizerError(
                 f"{folder}: transformers' AutoTokenizer makes other tokens of {text!r} than {TOKENIZER_FILE} says: if "
-                "transformers is right, write the files with AutoTokenizer.from_pretrained(folder).save_pretrained("
-                f"folder); if {TOKENIZER_FILE} is right, take the flags out of {CONFIG_FILE}, or set its "
-                "tokenizer_class to PreTrainedTokenizerFast, which reads the file as it is"
+                f"{TOKENIZER_FILE} is right, set the tokenizer_class in {CONFIG_FILE} to PreTrainedTokenizerFast, "
+                "which reads the file as it is; if transformers is right, write the files with "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), and check again"
             )
 
 

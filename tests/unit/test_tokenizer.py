@@ -97,6 +97,7 @@ BYTES, WORDS = {"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "LlamaT
 FLAGS: dict[str, tuple[Callable[[], Tokenizer], str, dict[str, object]]] = {
     "a space in front": (byte_level, "gpt2", BYTES | {"add_prefix_space": True}),
     "no space in front": (word_marking, "llama", WORDS | {"add_prefix_space": False}),
+    "no space behind a special token": (lambda: word_marking(scheme="always"), "llama", {**WORDS}),
     "special tokens by letters": (byte_level, "llama", {"split_special_tokens": True}),
     "Mistral's pieces": (large, "mistral", {"fix_mistral_regex": True}),
     "a class with pieces of its own": (byte_level, "qwen2", {"tokenizer_class": "Qwen2Tokenizer"}),

@@ -200,8 +200,15 @@ def _indexed(folder: Path, held: list[str]) -> list[str]:
         raise FolderError(f"the `metadata` of {folder}/{INDEX} is no JSON object: write an object there, such as {{}}")
     if not named:
         raise FolderError(f"{folder}/{INDEX} names no file")
+    two = WHOLE in held and WHOLE not in named
     if missing := [str(name) for name in named if name not in held]:
-        raise FolderError(f"{folder} lacks {min(missing)}, which {INDEX} names")
+        stale = f": fetch that file, or remove {INDEX} if {WHOLE} is the policy" if two else ""
+        raise FolderError(f"{folder} lacks {min(missing)}, which {INDEX} names{stale}")
+    if two:  # transformers would load that file, and vLLM the files of the index
+        raise FolderError(
+            f"{folder} holds {WHOLE} and an {INDEX} of other files, which may be two policies: remove {WHOLE}, or "
+            f"{INDEX} and the files that it names"
+        )
     return sorted(named)
 
 
