@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from rose.topics.local_broker import Broker, start_broker
@@ -71,7 +72,11 @@ def clear(broker: AnyBroker, namespace: str) -> None:
     admin = AdminClient(broker.settings().client("tests"), logger=logging.getLogger("tests.support.brokers"))
     names = [name for name in admin.list_topics(timeout=WAIT_SECONDS).topics if name.startswith(namespace)]
     for deleted in admin.delete_topics(names).values() if names else ():
-        deleted.result()
+        try:
+            deleted.result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:  # a topic that a test has just deleted
+                raise
 
 
 def flags(settings: BusSettings) -> tuple[str, ...]:
