@@ -31,7 +31,7 @@ from rose.schemas.record import Record
 from rose.schemas.wire import decode
 from rose.topics import counts
 from rose.topics.catalog import LOG_GROUP, Topic
-from rose.topics.errors import AUTHORIZATION_CODES, UNKNOWN_PARTITION_CODES, BusError, is_transient
+from rose.topics.errors import AUTHORIZATION_CODES, UNKNOWN_PARTITION_CODES, BusError, TopicMissing, is_transient
 from rose.topics.idle_consumer import IdleConsumer
 from rose.topics.processes import start_thread
 from rose.topics.queries import (
@@ -59,6 +59,9 @@ the group until one of them joins again under its name."""
 UNASSIGNED_SECONDS = 10.0
 """Time after which a member without partitions asks whether there are any for it. librdkafka joins again when topics
 change, but not if the topics were missing only at the moment of the assignment, e.g. on a broker that lost its disk."""
+
+ASK_SECONDS = 1.0
+"""How long such a member waits for the answer to one query."""
 
 COORDINATOR_ANSWER_SECONDS = 3.0
 """How long a coordinator may take to answer a client that has to look it up first. Otherwise it counts as away."""
@@ -358,16 +361,22 @@ class Reader:
         self._join()
 
     def _join_if_partitions_are_free(self) -> None:
-        """Subscribe again if the group has a partition for each member. Raises TopicMissing or BusError."""
+        """Subscribe again if the group has a partition for each member. Raises TopicMissing.
+
+        Takes at most ASK_SECONDS for each of two queries, as a member that does not poll holds its group up. A query
+        without an answer is repeated after UNASSIGNED_SECONDS.
+        """
         assert self._join is not None
         self._asks_again_at = time.monotonic() + UNASSIGNED_SECONDS
         client = new_client(AdminClient, self._settings.client(str(self._config["client.id"])))
-        partitions = max(partition_count(client, name) for name in self._topics)
         try:
-            members = group_members(client, str(self._config["group.id"]), COORDINATOR_ANSWER_SECONDS)
+            found = client.list_topics(timeout=ASK_SECONDS).topics
+            members = group_members(client, str(self._config["group.id"]), ASK_SECONDS)
         except KafkaException:
-            return  # asked again after the same time
-        if len(members) <= partitions:
+            return
+        if missing := [name for name in self._topics if name not in found]:
+            raise TopicMissing(missing[0])
+        if len(members) <= max(len(found[name].partitions) for name in self._topics):
             self._join()
 
     def _register_topics(self, topics: Iterable[Topic]) -> None:

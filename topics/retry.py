@@ -1,7 +1,7 @@
 """How long to wait before an operation is tried again, and whether a loop goes on after an error of the broker.
 
 Keeps true
-- The wait doubles with each failure in a row, from `first_seconds` to at most `longest_seconds`.
+- The wait is a back-off (`backoff`), from `first_seconds` to at most `longest_seconds`.
 - While leaders and coordinators move, the loop goes on after a wait.
 - The loop ends if only a person can remove the cause: missing rights, another process with the same name, or a topic
   that has never been there or has been missing for MISSING_SECONDS since the loop last worked.
@@ -12,51 +12,8 @@ Pure: times are seconds on any clock; `now` of a `RetryPolicy` is monotonic. A s
 
 from confluent_kafka import KafkaError
 
+from rose.topics.backoff import Backoff
 from rose.topics.errors import BusError, TopicMissing
-
-FIRST_SECONDS = 1.0
-LONGEST_SECONDS = 60.0
-
-RESET_SECONDS = 60.0
-"""A failure that comes so long after the end of the last wait counts as the first one."""
-
-
-class Backoff:
-    """The back-off of one operation."""
-
-    def __init__(
-        self,
-        first_seconds: float = FIRST_SECONDS,
-        longest_seconds: float = LONGEST_SECONDS,
-        *,
-        reset_seconds: float = RESET_SECONDS,
-    ) -> None:
-        """`reset_seconds`: a failure that comes so long after the end of the last wait counts as the first one."""
-        self.until = 0.0
-        """Earliest time of the next try."""
-        self.failures = 0
-        """Failures in a row."""
-        self._first_seconds = first_seconds
-        self._longest_seconds = longest_seconds
-        self._reset_seconds = reset_seconds
-
-    def failed(self, now: float) -> float:
-        """Record a failure. Return the seconds to wait."""
-        if now - self.until >= self._reset_seconds:
-            self.failures = 0
-        wait = min(self._first_seconds * 2.0 ** min(self.failures, 30), self._longest_seconds)
-        self.failures += 1
-        self.until = now + wait
-        return wait
-
-    def reset(self) -> None:
-        """Allow a try at once, which counts as the first one: the cause of the failures may be gone."""
-        self.failures, self.until = 0, 0.0
-
-    def succeeded(self) -> None:
-        """Record a success: the next failure counts as the first one."""
-        self.failures = 0
-
 
 CALM_SECONDS = 10.0
 """An error that comes so long after the wait for the last error begins a new row of errors."""

@@ -30,11 +30,11 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException
 
 from rose.schemas.errors import RoseError
+from rose.topics.backoff import Backoff
 from rose.topics.errors import BusError, is_transient
 from rose.topics.health import HEALTH
 from rose.topics.processes import start_thread
 from rose.topics.queries import noop
-from rose.topics.retry import Backoff
 from rose.topics.settings import TRANSACTION_MILLISECONDS
 
 WATCHDOG_SECONDS = 1.0

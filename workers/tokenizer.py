@@ -284,9 +284,9 @@ def check_reading(folder: Path) -> None:
         if ours != theirs(text, add_special_tokens=False, verbose=False)["input_ids"]:
             raise TokenizerError(
                 f"{folder}: transformers' AutoTokenizer makes other tokens of {text!r} than {TOKENIZER_FILE} says: if "
-                f"{TOKENIZER_FILE} is right, set the tokenizer_class in {CONFIG_FILE} to PreTrainedTokenizerFast, "
-                "which reads the file as it is; if transformers is right, write the files with "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), and check again"
+                f"{TOKENIZER_FILE} is right, take the flags (as add_prefix_space, split_special_tokens) out of "
+                f"{CONFIG_FILE} and set its tokenizer_class to PreTrainedTokenizerFast; if transformers is right, "
+                "write the files with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), and check again"
             )
 
 

@@ -51,7 +51,7 @@ from rose.pipeline.control.rebalancing import FORGET_SECONDS, CellCrew, Rebalanc
 from rose.schemas.cells import CellSummary, ExecutorLine
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState
-from rose.topics.retry import Backoff
+from rose.topics.backoff import Backoff
 
 GRACE_SECONDS = 2.0
 """How much later than here a lease may end at its lender, because a grant takes time to arrive."""

@@ -16,7 +16,7 @@ from time import monotonic
 
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.schemas.errors import RoseError, UsageError
-from rose.topics.retry import Backoff
+from rose.topics.backoff import Backoff
 
 QUICK_SECONDS = 120.0
 """A crash is quick if the process ran for less. An engine takes ten seconds to start, a minute on a busy machine."""

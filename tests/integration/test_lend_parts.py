@@ -18,8 +18,8 @@ from rose.schemas.heartbeats import ExecutorState
 from rose.schemas.turns import TurnOutcome
 from rose.topics.settings import BusSettings
 from rose.workers.lender.sidecar import FOLDER_PREFIX
+from rose.workers.lender.status_page import WATCHDOG_SILENT_SECONDS
 from rose.workers.lender.vllm_server import CORE_LOST_STATUS
-from rose.workers.lender.watchdog import WATCHDOG_SILENT_SECONDS
 from tests.integration.test_lend import CONTEXT, START_SECONDS, child, lending, prove, started, with_topics
 from tests.support.brokers import AnyBroker, best_broker, flags
 from tests.support.executor_fixtures import Router

@@ -100,11 +100,26 @@ def test_job_suspected_of_an_exit_is_retried_alone_and_the_others_together() -> 
 
 def test_jobs_held_up_for_a_quarter_of_the_step_limit_are_repeated_apart() -> None:
     """Each may block only because it waits for a lock that another one holds across an await."""
-    supervised = RunnerSupervisorFixture("waits", "holds", "other")
-    process = supervised.holds("waits").runner
-    assert isinstance(process, ScriptedProcess)
-    process.runs = supervised.jobs["waits"]
-    for _ in range(LOOKS):
-        assert supervised.lane.check(LIMITS.timeout_seconds / 4 / (LOOKS - 1)) == []
+    supervised = RunnerSupervisorFixture("first", "waits", "holds", "other")
+    first = supervised.holds("first")
+    assert supervised.lane.on_result(first.number, supervised.jobs.pop("first"))
+    process = hold_up(supervised, "waits")
     assert len({supervised.holds(name).number for name in supervised.jobs}) == len(supervised.jobs)
     assert process not in supervised.lane.runners(), "it was killed, and nothing is left in it"
+
+
+def test_process_without_an_answer_so_far_may_load_and_is_not_killed_for_a_job_that_holds_others_up() -> None:
+    supervised = RunnerSupervisorFixture("loads", "a", "b")
+    process = hold_up(supervised, "loads")
+    assert process in supervised.lane.runners() and supervised.holds("loads").runner is process
+    assert supervised.holds("a") is supervised.holds("b") is not supervised.holds("loads")
+
+
+def hold_up(supervised: RunnerSupervisorFixture, name: str) -> ScriptedProcess:
+    """Let this job block its process for a quarter of the step limit; return the process."""
+    process = supervised.holds(name).runner
+    assert isinstance(process, ScriptedProcess)
+    process.runs = supervised.jobs[name]
+    for _ in range(LOOKS):
+        assert supervised.lane.check(LIMITS.timeout_seconds / 4 / (LOOKS - 1)) == []
+    return process

@@ -163,6 +163,14 @@ def test_fast_starting_module_imports_no_heavy_module(module: str) -> None:
     assert ran.stdout.split() == []
 
 
+def test_parts_of_a_lender_in_every_vllm_process_load_no_kafka_client() -> None:
+    """The engine core checks its server before anything else, and the watchdog imports nothing that could hang."""
+    modules = "rose.workers.lender.vllm.attach, rose.workers.lender.watchdog"
+    found = f"import sys, {modules}; print('confluent_kafka' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False"]
+
+
 def test_plugin_without_its_setting_imports_nothing() -> None:
     """The test counts imports, as in each vLLM process; a duration would measure the load of the machine."""
     load = """

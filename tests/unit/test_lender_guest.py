@@ -29,10 +29,10 @@ from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.guest_lifecycle import Building, Dropped, Lending, Profiling, Suspended
 from rose.workers.lender.sidecar_link import Connection, SidecarListener, accept, connect, listen
+from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm import guest_build
 from rose.workers.lender.vllm.guest import FREE_SECONDS, Guest
 from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
-from rose.workers.lender.watchdog import StatusPage
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rose.topics.retry import FIRST_SECONDS, LONGEST_SECONDS, RESET_SECONDS
+from rose.topics.backoff import FIRST_SECONDS, LONGEST_SECONDS, RESET_SECONDS
 from rose.workers.lender.guest_lifecycle import (
     Building,
     Dropped,

@@ -17,8 +17,8 @@ from rose.workers.executor import metrics
 from rose.workers.executor.ipc.messages import NextWork, WorkKind
 from rose.workers.lender.admission import Admission, AdmissionDecision, HoldReason, Promise, ServingState
 from rose.workers.lender.config import LendConfig
+from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm.interleaving import StepInterleaver
-from rose.workers.lender.watchdog import StatusPage
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import torch
 
 from rose.workers.executor.ipc.engine_client import StagedTensors, write_tensors
 from rose.workers.executor.vllm.types import EngineBroken, SwapRefused
+from rose.workers.lender.status_page import current_process_id
 from rose.workers.lender.vllm.host_process import TimeSlicedCall, yield_slice
 from rose.workers.lender.vllm.tp_driver import TpDriver, TpRankFailed, TpWeights
 from rose.workers.lender.vllm.tp_worker import call_worker
-from rose.workers.lender.watchdog import current_process_id
 
 SIZE = 3
 SHAPES = {"model.norm.weight": (4,)}

@@ -13,9 +13,9 @@ import pytest
 from rose.workers.lender import sidecar
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.sidecar import FOLDER_PREFIX, make_folder
+from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm import SETTING
 from rose.workers.lender.vllm_server import CORE_LOST_STATUS
-from rose.workers.lender.watchdog import StatusPage
 from tests.support.waiting import has_ended, until
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ SERVER = """
 import multiprocessing, os, signal, sys, time
 from multiprocessing import connection
 from pathlib import Path
-from rose.workers.lender.watchdog import StatusPage
+from rose.workers.lender.status_page import StatusPage
 
 def core(page, does):
     pulse = StatusPage.for_core(page)

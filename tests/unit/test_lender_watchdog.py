@@ -14,21 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.workers.lender import watchdog
+from rose.workers.lender import status_page as status_pages
 from rose.workers.lender import watchdog as watchdogs
-from rose.workers.lender.watchdog import (
-    MAX_GAP_SECONDS,
-    HangDetector,
+from rose.workers.lender.status_page import (
     ProcessId,
     StatusPage,
-    Watchdog,
     current_process_id,
-    is_halted,
     open_pidfd,
     process_id_of,
     process_state,
-    stop_file_exists,
 )
+from rose.workers.lender.watchdog import MAX_GAP_SECONDS, HangDetector, Watchdog, is_halted, stop_file_exists
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -39,8 +35,7 @@ STOP_SECONDS = 1.0
 
 CORE = """
 import sys, time
-from rose.workers.lender.watchdog import ProcessId
-from rose.workers.lender.watchdog import StatusPage
+from rose.workers.lender.status_page import ProcessId, StatusPage
 status_page = StatusPage.for_core(sys.argv[1])
 status_page.set_ranks([ProcessId.unpack(int(rank)) for rank in sys.argv[3:]])
 
@@ -147,7 +142,7 @@ def test_stop_file_stops_lending_and_so_does_a_silent_watchdog(tmp_path: Path, m
             until(lambda: bool(status_page.stop_reason) is present)  # noqa: B023
             assert time.monotonic() - began < STOP_SECONDS
     file.unlink()
-    monkeypatch.setattr(watchdog, "WATCHDOG_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(status_pages, "WATCHDOG_SILENT_SECONDS", 0.0)
     status_page.on_poll(stop=False)
     assert "silent" in str(status_page.stop_reason)
     assert StatusPage(None).stop_reason is None, "where there never was a watchdog, none is missed"

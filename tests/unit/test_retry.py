@@ -5,8 +5,9 @@ from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.topics.backoff import Backoff
 from rose.topics.errors import BusError, TopicMissing, is_transient
-from rose.topics.retry import CALM_SECONDS, MISSING_SECONDS, Backoff, RetryPolicy
+from rose.topics.retry import CALM_SECONDS, MISSING_SECONDS, RetryPolicy
 
 FIRST, LONGEST, RESET = 0.5, 6.0, 20.0
 

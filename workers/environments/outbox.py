@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import structlog
 from prometheus_client import Counter
 
+from rose.schemas.errors import ThreadRefused
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt, trajectory_id
 from rose.topics.catalog import (
@@ -124,8 +125,8 @@ class Outbox:
         """The offsets that environment workers have committed; None where there are none. Raises BusError."""
         try:
             return self._writer.committed_offsets(self._reader, places, mark=OFFSETS_MARK)
-        except BusError as error:
-            failure = error
+        except (BusError, ThreadRefused) as error:
+            failure: BusError | ThreadRefused = error
         self.close()
         raise failure
 
@@ -168,7 +169,7 @@ class Outbox:
         self.began_at = time.monotonic()
         self._counted.clear()
         self._asking.clear()
-        failure: BusError | TopicMissing | None = None
+        failure: BusError | TopicMissing | ThreadRefused | None = None
         try:
             self._writer.begin()
             ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
@@ -179,7 +180,7 @@ class Outbox:
             offsets = self._offsets(homes[partition] for partition in touched)
             self._writer.commit(offsets, self._reader, metadata=OFFSETS_MARK)
             self._writer.poll()
-        except (BusError, TopicMissing) as error:
+        except (BusError, TopicMissing, ThreadRefused) as error:
             failure = error
         if failure is not None:
             self.close()

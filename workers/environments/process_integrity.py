@@ -134,7 +134,7 @@ class ProcessIntegrity:
         if any(getattr(stream, "closed", stream is None) for stream in (sys.stdout, sys.stderr)):
             return "closed sys.stdout or sys.stderr"
         if sys.stdout is not self._streams[0] or sys.stderr is not self._streams[1]:
-            return "left sys.stdout or sys.stderr redirected, to where others' output would go as well"
+            return "left sys.stdout or sys.stderr redirected, also for others: print with `file=`, or use a child"
         if any(_getitimer(timer)[0] for timer in TIMERS):
             return "left a timer running, whose signal would interrupt the code of others"
         if _getsignal(signal.SIGCHLD) is not self._on_child:

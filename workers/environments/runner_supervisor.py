@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from rose.schemas.errors import describe_error
-from rose.topics.retry import Backoff
+from rose.topics.backoff import Backoff
 from rose.workers.environments import metrics
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, Runner, RunnerLimits
 from rose.workers.environments.thread_runner import CLOSE_SECONDS
@@ -81,8 +81,8 @@ class InFlight:
     """Number of processes that ended with this job alone in them."""
     ends: int = 0
     """Number of processes that ended during this job, for another or an unknown cause."""
-    held_since: float = 0.0
-    """Time when another job first held this job up; 0 if none has."""
+    held_seconds: float = 0.0
+    """Time for which other jobs have held this job up, since it last started apart."""
     waits_since: float = 0.0
     """Time when the job was first given to a runner that had not started, or had no runner; 0 once a runner has
     started with the job."""
@@ -134,6 +134,10 @@ class RunnerSlot:
         silent = self.jobs and self.runner.ready and self.runner.heartbeats == self.heartbeats
         self.silent_seconds = self.silent_seconds + seconds if silent else 0.0
         self.silent_looks = self.silent_looks + 1 if silent else 0
+        if silent:
+            running = self.runner.current_job()
+            for each in self.jobs.values():
+                each.held_seconds += seconds * (each.job is not running)
         self.heartbeats = self.runner.heartbeats
 
     def blocking(self) -> tuple[bool, InFlight | None]:
@@ -305,11 +309,8 @@ class RunnerSupervisor:
         """
         known, culprit = place.blocking()
         others = [each for each in place.jobs.values() if each is not culprit]
-        now = time.monotonic()
-        for each in others:
-            each.held_since = each.held_since or now - place.silent_seconds
-        held_long = any(now - each.held_since > self._timeout_seconds / HELD_PARTS for each in others)
-        apart = held_long and len(place.jobs) > 1 and place.runner.killable
+        held_long = any(each.held_seconds > self._timeout_seconds / HELD_PARTS for each in others)
+        apart = held_long and len(place.jobs) > 1 and place.runner.killable and place.warm  # a cold process may load
         no_room = culprit is not None and self.shared in (place, None) and len(self.slots) >= self._most
         if not others or not (apart or (known and not no_room)):
             return
@@ -392,6 +393,8 @@ class RunnerSupervisor:
         return [(waiting.job, EnvironmentFailure(f"environment {waiting.job.environment}: {reason}"))]
 
     def _bisect(self, waiting: list[InFlight]) -> None:
+        for each in waiting:
+            each.held_seconds = 0.0
         half = (len(waiting) + 1) // 2
         self.quarantine += [part for part in (waiting[:half], waiting[half:]) if part]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rose.topics.retry import Backoff
+from rose.topics.backoff import Backoff
 from rose.workers.executor.ipc.messages import (
     COMMAND_DECODER,
     EngineStatus,

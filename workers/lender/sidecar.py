@@ -39,8 +39,9 @@ from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.lender.config import LendConfig, LenderConfig
 from rose.workers.lender.observe import observe
 from rose.workers.lender.sidecar_link import Connection, connect
+from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm import SETTING
-from rose.workers.lender.watchdog import StatusPage, Watchdog
+from rose.workers.lender.watchdog import Watchdog
 from rose.workers.model_config import check_context_length
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.model_folder import check_folder

@@ -20,8 +20,8 @@ from typing import Any
 
 from rose.schemas.errors import UsageError
 from rose.workers.lender.config import read_config
+from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm import SETTING
-from rose.workers.lender.watchdog import StatusPage
 
 VLLM = "vllm.entrypoints.openai.api_server"
 

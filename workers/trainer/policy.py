@@ -24,6 +24,7 @@ from rose.workers.engine_layers import replace_unlike_layers
 from rose.workers.model_config import CONFIG, SHORT_AND_LONG, match_engine_numerics
 from rose.workers.tokenizer import check_reading
 from rose.workers.weights.model_folder import (
+    INDEX,
     FolderError,
     check_folder,
     folder_tensors,
@@ -46,6 +47,8 @@ def load_policy(folder: Path) -> Any:
         check_reading(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         match_engine_numerics(config)
+        if (folder / INDEX).is_file():  # the index may name model.safetensors too, which transformers would load alone
+            config.transformers_weights = INDEX
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

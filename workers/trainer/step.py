@@ -173,7 +173,8 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
 def check_engines(model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int) -> None:
     """Compare the model's logprobs with those that each worker recorded of tokens of this version, the model's own.
 
-    Of each worker MOST_OF_WORKER tokens are compared, of its shortest samples. Workers with fewer than LEAST_OF_WORKER
+    Of each worker MOST_OF_WORKER tokens are compared, of its longest samples: what differs only far into a context
+    would not show in short ones. Workers with fewer than LEAST_OF_WORKER
     are judged only together with the others. Raises EngineMismatch if the mean absolute difference of a worker, or of
     all, is more than `max_logprob_difference`.
     """
@@ -204,7 +205,7 @@ def _differences(
     """The absolute differences of the logprobs of sampled tokens, in nats, by worker. Values that are finite alone."""
     chosen: list[TrainingSample] = []
     enough: Counter[str] = Counter()
-    for sample in sorted(samples, key=lambda sample: len(sample.tokens)):
+    for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
         own = Counter(sample.sampled_by) if sample.oldest_version == version else Counter[str]()
         if any(enough[name] < MOST_OF_WORKER for name in own):
             chosen.append(sample)

@@ -25,7 +25,7 @@ from typing import Any
 
 from rose.schemas.errors import UsageError
 from rose.workers.lender.config import LendConfig, read_config
-from rose.workers.lender.watchdog import StatusPage
+from rose.workers.lender.status_page import StatusPage
 
 LOG = logging.getLogger("vllm.rose")
 

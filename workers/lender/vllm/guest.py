@@ -32,8 +32,8 @@ from rose.workers.lender.guest_lifecycle import (
     Suspending,
 )
 from rose.workers.lender.sidecar_link import CurrentSidecar, SidecarListener
+from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
-from rose.workers.lender.watchdog import StatusPage
 
 FREE_SECONDS = 0.5
 """How long a guest that is suspended waits for idle serving before it frees its memory regardless."""

@@ -209,7 +209,7 @@ GRACE_SECONDS = 0.002
 CHANGES = {"call": 1, "return": -1}
 """Change of the number of Python functions under way, by event of a profile function."""
 
-LATE_SECONDS = 0.05
+LATE_SECONDS = 0.01
 """How long the caller waits after the end of a piece for Python code, which halts at its next call.
 
 The thread may be late by more than `GRACE_SECONDS`: it shares the processor, and another thread keeps the global

@@ -22,11 +22,11 @@ from rose.workers.executor.ipc.messages import NextWork, ServingStats, WorkKind
 from rose.workers.lender.admission import Admission, AdmissionDecision, ServingState
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.sidecar_link import SidecarListener
+from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm.guest import Guest
 from rose.workers.lender.vllm.guest_build import GuestBuild
 from rose.workers.lender.vllm.kv_sharing import ServingMemory
 from rose.workers.lender.vllm.tp_driver import TpDriver
-from rose.workers.lender.watchdog import StatusPage
 
 
 class ServingFailed(BaseException):

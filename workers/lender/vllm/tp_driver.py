@@ -29,9 +29,9 @@ from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.vllm.engine_core import BackendWeights
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
 from rose.workers.executor.vllm.weights import check_version
+from rose.workers.lender.status_page import ProcessId
 from rose.workers.lender.vllm.host_process import yield_slice
 from rose.workers.lender.vllm.tp_worker import call_worker
-from rose.workers.lender.watchdog import ProcessId
 
 
 class TpRankFailed(RoseError):

@@ -32,9 +32,9 @@ from rose.workers.executor.ipc.messages import TensorLayout
 from rose.workers.executor.vllm.engine_core import hide_llvmlite
 from rose.workers.executor.vllm.model_runner import patch_runner, release_runner
 from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
+from rose.workers.lender.status_page import STACK_SIGNAL, ProcessId, current_process_id
 from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
 from rose.workers.lender.vllm.kv_sharing import return_all_pages
-from rose.workers.lender.watchdog import STACK_SIGNAL, ProcessId, current_process_id
 
 GROUP = "rose_guest"
 """Name of the guest's process group. vLLM's groups with the name `tp` use shared memory, where ranks wait for a failed

@@ -226,8 +226,9 @@ def _try(algorithm: Algorithm) -> None:
         loss_mask=torch.tensor([sample.loss_mask for sample in samples], dtype=torch.bool),
     )
     (slopes,) = torch.autograd.grad(checked_loss(algorithm, batch).summed, batch.logprobs, allow_unused=True)
-    if any(advantages) and (slopes is None or not slopes[batch.loss_mask].any()):
+    own = torch.zeros(1) if slopes is None else slopes[batch.loss_mask]
+    if any(advantages) and not (own.any() and own.isfinite().all()):
         raise AlgorithmError(
-            f"{type(algorithm).__name__}.loss has no gradient for sampled tokens with advantages of "
+            f"{type(algorithm).__name__}.loss has no finite gradient for sampled tokens with advantages of "
             f"{' and '.join(map(str, advantages))}, so nothing would be learned: compute `summed` from `batch.logprobs`"
         )
