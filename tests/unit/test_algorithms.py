@@ -267,7 +267,11 @@ class Own:
         (".sum())", ")", "whose `summed` is a scalar tensor"),
         ("batch.logprobs", "batch.behaviour_logprobs", "computed from `batch.logprobs`"),
         (".sum())", ".sum(), torch.zeros(3, dtype=torch.bool))", "whose `clipped` has the shape of"),
-        ("batch.logprobs", "(0 * batch.logprobs)", r"Own\.loss has no finite gradient for sampled tokens .* -0\.5 and 0\.5"),
+        (
+            "batch.logprobs",
+            "(0 * batch.logprobs)",
+            r"Own\.loss has no finite gradient for .* -0\.5 and 0\.5",
+        ),
         ("batch.logprobs", "torch.ones(2, 3, requires_grad=True)", "no finite gradient .*: compute `summed` from"),
         ("batch.logprobs", "batch.logprobs.where(~batch.loss_mask, 0.0)", "no finite gradient for sampled tokens"),
         ("batch.advantages *", "batch.advantage *", "does not compute: AttributeError"),

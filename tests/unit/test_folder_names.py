@@ -80,6 +80,17 @@ def in_shards_with_stale_ones_beside(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": placed}))
 
 
+def in_two_files_one_of_them_with_the_name_of_a_whole(folder: Path) -> None:
+    tiny_policy("llama", folder)
+    tensors = load_file(folder / WHOLE)
+    names = sorted(tensors)
+    placed = {name: WHOLE if place % 2 else "extra.safetensors" for place, name in enumerate(names)}
+    for file in (WHOLE, "extra.safetensors"):
+        own = {name: tensors[name] for name in names if placed[name] == file}
+        save_file(own, folder / file, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+
+
 def experts_apart(folder: Path) -> None:
     tiny_policy("qwen3_moe", folder)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in folder_shapes(folder)
@@ -100,6 +111,7 @@ FOLDERS = [
     tied_with_a_head_of_its_own,
     tied_with_its_head_alone,
     in_shards_with_stale_ones_beside,
+    in_two_files_one_of_them_with_the_name_of_a_whole,
     experts_apart,
     experts_as_transformers_joins_them,
     in_bfloat16,

@@ -25,7 +25,7 @@ from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.learner import make_optimizer
 from rose.workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
-from rose.workers.trainer.step import EngineMismatch, dry_run_group, dry_run_policy, train_step
+from rose.workers.trainer.step import EngineMismatch, check_engines, dry_run_group, dry_run_policy, train_step
 from rose.workers.weights.model_folder import FolderError
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
@@ -138,6 +138,30 @@ def test_one_engine_among_many_that_computes_another_policy_is_named(
     ):
         train_step(model, make_optimizer(model, learning_rate=1e-3), fleet, algorithm=GRPO, config=STANDARD, version=3)
     assert torch.equal(parameters_of(model), parameters_of(policy)) is refused
+
+
+def test_engine_that_differs_only_far_into_a_context_is_refused(policy: Any) -> None:
+    """Many short samples agree; of the long one the second half does not."""
+
+    def sample(length: int, *, right: int) -> TrainingSample:
+        tokens = [2 + place % 50 for place in range(length)]
+        with torch.no_grad():
+            logprobs = token_logprobs(policy, torch.tensor([tokens]))[0].tolist()
+        recorded = [value if place < right else value - 1.0 for place, value in enumerate(logprobs)]
+        mask = [0] + [1] * (length - 1)
+        return TrainingSample(
+            tokens=tokens,
+            loss_mask=mask,
+            behaviour_logprobs=recorded,
+            temperatures=[1.0] * length,
+            reward=1.0,
+            oldest_version=3,
+            workers=["w0"] * length,
+        )
+
+    samples = [*(sample(20, right=20) for _ in range(30)), sample(400, right=200)]
+    with pytest.raises(EngineMismatch, match="the logprobs of 399 tokens"):
+        check_engines(policy, samples, STANDARD, version=3)
 
 
 def test_step_raises_the_probability_of_rewarded_samples(policy: Any, groups: list[list[TrainingSample]]) -> None:
