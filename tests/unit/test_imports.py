@@ -165,7 +165,7 @@ def test_fast_starting_module_imports_no_heavy_module(module: str) -> None:
 
 def test_parts_of_a_lender_in_every_vllm_process_load_no_kafka_client() -> None:
     """The engine core checks its server before anything else, and the watchdog imports nothing that could hang."""
-    modules = "rose.workers.lender.vllm.attach, rose.workers.lender.watchdog"
+    modules = "rose.workers.lender.vllm.attach, rose.workers.lender.vllm.observing, rose.workers.lender.watchdog"
     found = f"import sys, {modules}; print('confluent_kafka' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False"]

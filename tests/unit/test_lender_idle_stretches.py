@@ -10,7 +10,8 @@ from prometheus_client import REGISTRY
 
 from rose.workers.executor.ipc.messages import ObservationReport, Report
 from rose.workers.executor.vllm.types import EngineBroken
-from rose.workers.lender.observe import STRETCH_BOUNDS, IdleStretches, ObservationCollector, log_fields, observe
+from rose.workers.lender.observe import ObservationCollector, log_fields, observe
+from rose.workers.lender.vllm.observing import STRETCH_BOUNDS, IdleStretches
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))

@@ -105,7 +105,7 @@ def _attach(core: Any, config: LendConfig, page: StatusPage) -> None:
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
     if config.observe:
-        from rose.workers.lender.observe import observe_core
+        from rose.workers.lender.vllm.observing import observe_core
 
         observe_core(core, config, wake, LOG)
         LOG.info("rose: observation_enabled")
