@@ -353,11 +353,15 @@ class Reader:
         return new_client(Consumer, {**alike, "isolation.level": "read_uncommitted"})
 
     def _rejoin(self) -> None:
-        assert self._join is not None
         structlog.get_logger("bus").warning("join_retried", seconds=REJOIN_SECONDS)
         follower = self._new_consumer()
         start_thread(self._consumer.close, name="leaves")
         self._consumer = follower
+        self.join_again()
+
+    def join_again(self) -> None:
+        """Subscribe again to the same topics, so that the group assigns its partitions again."""
+        assert self._join is not None
         self._join()
 
     def _join_if_partitions_are_free(self) -> None:
@@ -366,7 +370,6 @@ class Reader:
         Takes at most ASK_SECONDS for each of two queries, as a member that does not poll holds its group up. A query
         without an answer is repeated after UNASSIGNED_SECONDS.
         """
-        assert self._join is not None
         self._asks_again_at = time.monotonic() + UNASSIGNED_SECONDS
         client = new_client(AdminClient, self._settings.client(str(self._config["client.id"])))
         try:
@@ -377,7 +380,7 @@ class Reader:
         if missing := [name for name in self._topics if name not in found]:
             raise TopicMissing(missing[0])
         if len(members) <= max(len(found[name].partitions) for name in self._topics):
-            self._join()
+            self.join_again()
 
     def _register_topics(self, topics: Iterable[Topic]) -> None:
         known = {self._settings.topic(topic): topic for topic in topics}

@@ -88,7 +88,7 @@ class BrokerSnapshot:
     """The broker's timestamp of the oldest waiting result, by home, Unix seconds; only if known."""
     workers: Sequence["WorkerMember"] = ()
     """The environment workers."""
-    strangers: Sequence[str] = ()
+    foreign_clients: Sequence[str] = ()
     """Client ids of the members of the environment workers' group that are other programs."""
     dead_letters: Mapping[str, int] = field(default_factory=dict)
     """Number of dead letters by topic."""
@@ -211,7 +211,7 @@ class BrokerProbe:
                 results_at=results,
                 results_stamps=stamps,
                 workers=workers,
-                strangers=sorted(each.client_id for each in members if each not in workers),
+                foreign_clients=sorted(each.client_id for each in members if each not in workers),
                 dead_letters=self._count_dead_letters(client),
             )
         except (KafkaException, RoseError) as error:

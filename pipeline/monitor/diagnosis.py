@@ -244,10 +244,11 @@ def _dispatching(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
 
 def _environments(facts: Facts) -> Iterator[Finding]:
     workers, owned = facts.environment_workers, facts.homes_owned
-    if facts.strangers:
+    if facts.foreign_clients:
+        clients = ", ".join(facts.foreign_clients)
         sentence = (
-            f"{', '.join(facts.strangers)} in the consumer group of the environment workers is another program and "
-            "takes homes from them: give it another group.id"
+            f"{clients} in the consumer group of the environment workers is another program and takes homes from them: "
+            "give it another group.id"
         )
         yield Finding(Severity.UNWELL, "environments", sentence)
     if workers == 0 and facts.work_left:

@@ -141,7 +141,7 @@ class Facts:
     max_lag_versions: int = 2**53
     """Executors that are further behind the newest served version get no turns."""
     environment_workers: int | None = None
-    strangers: Sequence[str] = ()
+    foreign_clients: Sequence[str] = ()
     """Client ids of other programs in the consumer group of the environment workers."""
     homes: int = 0
     homes_owned: int | None = None

@@ -154,7 +154,7 @@ class RunFollower:
             disbelieved=view.disbelieved,
             max_lag_versions=self._max_lag_versions,
             environment_workers=workers,
-            strangers=known.strangers,
+            foreign_clients=known.foreign_clients,
             homes=known.homes,
             homes_owned=known.homes_owned,
             routers=known.routers,

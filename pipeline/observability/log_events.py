@@ -111,6 +111,10 @@ MEANINGS = {
         "Correct `executor.slot`, or add inboxes with `rose topics create`.",
     ),
     "executor_started": Meaning("The executor has entered its inbox and takes turns."),
+    "foreign_group_member": Meaning(
+        "Another program is a member of the consumer group of environment workers. The worker owns no homes and waits.",
+        "Stop the program of the listed client ids, or give it another `group.id`.",
+    ),
     "grant_changed": Meaning("The executor has read a new grant, or the grant was deleted."),
     "group_failed": Meaning(
         "Training on this group raises. The group is left out and its samples have the outcome `failed`.",
@@ -211,10 +215,6 @@ MEANINGS = {
     "stop_file_not_written": Meaning(
         "The watchdog could not write the stop file, so the restarted server lends again.",
         "Make the folder of `lender.stop_file` writable.",
-    ),
-    "stranger_in_group": Meaning(
-        "Another program is a member of the consumer group of environment workers. The worker owns no homes and waits.",
-        "Stop the program of the listed client ids, or give it another `group.id`.",
     ),
     "traces_not_exported": Meaning("OpenTelemetry is not installed, so no traces are exported.", "Follow `reason`."),
     "trajectory_broken": Meaning(

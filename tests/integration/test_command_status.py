@@ -190,7 +190,7 @@ def test_members_homes_lag_and_dead_letters_are_queried_from_the_broker(log: Log
     reader.close()
     assert found is not None
     assert (found.environment_workers, found.homes_owned) == (workers, workers * PARTITIONS.home)
-    assert found.strangers == ([] if workers else [client])
+    assert found.foreign_clients == ([] if workers else [client])
     assert (found.prompts_waiting, found.lag[COMPLETED]) == (1, 1)
     assert found.dead_letters == {PROMPTS.name: 1}
 

@@ -127,17 +127,17 @@ def test_worker_beside_another_program_in_its_group_waits_and_goes_on_without_it
     settings, log = executors.settings, tmp_path / "worker.log"
     with worker_process(settings, 0, {"model_folder": model}, log=log) as worker:
         executors.pump_until(lambda: are_shared(settings, 1), what="a member")
-        stranger = Consumer(settings.consumer("my-etl", ENVIRONMENT_GROUP))
-        stranger.subscribe([settings.topic(PROMPTS)])
+        foreign_consumer = Consumer(settings.consumer("my-etl", ENVIRONMENT_GROUP))
+        foreign_consumer.subscribe([settings.topic(PROMPTS)])
 
         def is_told() -> bool:
-            stranger.poll(0.0)
-            return "stranger_in_group" in log.read_text()
+            foreign_consumer.poll(0.0)
+            return "foreign_group_member" in log.read_text()
 
         executors.pump_until(is_told, what="the worker's warning")
         assert "my-etl" in log.read_text()
         submit_all(executors)
-        stranger.close()
+        foreign_consumer.close()
         finish(executors)
         assert worker.poll() is None
     assert once(executors) == undisturbed

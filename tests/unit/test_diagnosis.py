@@ -78,7 +78,7 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
         ),
         ({"environment_workers": 0}, "no environment worker is there"),
         (
-            {"strangers": ("my-etl",)},
+            {"foreign_clients": ("my-etl",)},
             "my-etl in the consumer group of the environment workers is another program and takes homes from them: "
             "give it another group.id",
         ),

@@ -1,18 +1,25 @@
 """Reactions of a worker to errors, external ends, and its sweeps."""
 
 import heapq
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
 
+from rose.topics.catalog import PROMPTS
 from rose.topics.errors import BusError, TopicMissing
+from rose.topics.records import Place
 from rose.topics.retry import CALM_SECONDS, MISSING_SECONDS
 from rose.topics.settings import BusSettings
+from rose.workers.environments import membership
 from rose.workers.environments.log_cleaner import EVERY_SECONDS, SOON_SECONDS, LogCleaner
 from rose.workers.environments.membership import (
     FENCED_SECONDS,
     FENCED_TIMES,
     LONGEST_WAIT_SECONDS,
+    Membership,
     RecoveryPolicy,
     WorkerFenced,
 )
@@ -106,3 +113,41 @@ def test_sweep_runs_soon_after_a_recovery_and_then_rarely() -> None:
     assert due == [SOON_SECONDS, SOON_SECONDS + EVERY_SECONDS, SOON_SECONDS + 2 * EVERY_SECONDS, 1830.0]
     sweeper.request_soon()
     assert not sweeper.is_due(2000.0) and sweeper.is_due(2000.0 + SOON_SECONDS)
+
+
+class HalfAssigned:
+    """A reader whose group assigns the prompts of four homes and no results."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.joined = 0
+
+    def subscribe(
+        self, _topics: object, *, on_assigned: Callable[[list[Place]], Mapping[Place, int]], **_: Any
+    ) -> None:
+        on_assigned([(PROMPTS, number) for number in range(4)])
+
+    def read(self, _limit: int, _timeout_seconds: float) -> list[object]:
+        return []
+
+    def join_again(self) -> None:
+        self.joined += 1
+
+
+@pytest.mark.parametrize(("clients", "joined"), [(["rose-w0"], 1), (["rose-w0", "my-etl"], 0)])
+def test_worker_with_one_of_two_topics_joins_again_unless_a_foreign_member_has_the_other(
+    clients: list[str], joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [SimpleNamespace(client_id=name) for name in clients]
+    for name, stand_in in (
+        ("Reader", HalfAssigned),
+        ("new_client", lambda *_: None),
+        ("partition_count", lambda *_: 4),
+        ("group_members", lambda *_: members),
+    ):
+        monkeypatch.setattr(membership, name, stand_in)
+    member = Membership(BusSettings("127.0.0.1:1"), "w0", "group", on_wait=lambda: None)
+    member.join()
+    for _ in range(3):
+        member.read(1, 0.0)
+    assert member.homes == [] and isinstance(member.reader, HalfAssigned)
+    assert member.reader.joined == joined, "asked once in a while"

@@ -8,6 +8,7 @@ Keeps true
 - The worker ends if only a person can correct the cause: another worker of its name, a missing topic, missing rights.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,10 @@ from rose.topics.settings import (
 HEARTBEAT_MILLISECONDS = "1000"
 """Interval of heartbeats. A worker notices a rebalance within about this time, and when its coordinator dies, at most
 this much of its session has passed. librdkafka's default is 3 s."""
+
+
+EXPLAIN_SECONDS = 10.0
+"""Least time between two looks for the reason of an assignment that is not usable."""
 
 
 class WorkerFenced(RoseError):
@@ -65,7 +70,9 @@ class Membership:
         self.homes: list[int] = []
         self.rebalanced = False
         self._halves_differ = False
-        """Whether the last assignment has other partitions of the prompts than of the results, for a reason to find."""
+        """Whether the last assignment has other partitions of the prompts than of the results."""
+        self._explains_at = 0.0
+        """When the reason is looked for; monotonic seconds."""
 
     def join(self) -> None:
         """Join the group; homes are assigned during `read`."""
@@ -75,7 +82,8 @@ class Membership:
         """The next items of the homes' prompts and results. Raises WorkerFenced, TopicMissing or BusError."""
         try:
             items = self.reader.read(limit, timeout_seconds)
-            if self._halves_differ:
+            if self._halves_differ and time.monotonic() >= self._explains_at:
+                self._explains_at = time.monotonic() + EXPLAIN_SECONDS
                 self._explain_halves()
             return items
         except BusError as error:
@@ -100,20 +108,25 @@ class Membership:
         return {}  # reading begins once the homes are recovered
 
     def _explain_halves(self) -> None:
-        """Log that another program is a member, unless the topics differ: then raise RoseError.
+        """Log which other programs are members. Without any, one topic was missing at the assignment: join again.
 
-        Uses a client of its own, because the reader's queries poll the group. Raises TopicMissing or BusError, too.
+        Uses a client of its own, because the reader's queries poll the group. Raises RoseError if the topics have
+        different numbers of partitions, TopicMissing or BusError.
         """
         client = new_client(AdminClient, self._settings.client(f"{CLIENT_PREFIX}{self._name}-admin"))
         if len({partition_count(client, self._settings.topic(topic)) for topic in (PROMPTS, COMPLETED)}) > 1:
             raise RoseError("prompts and results have different numbers of partitions: see `rose topics check`")
-        self._halves_differ = False
         try:
             members = group_members(client, self._group, WATERMARKS_ATTEMPT_SECONDS)
         except KafkaException:
-            members = []
+            return
         clients = sorted(each.client_id for each in members if not self._settings.is_worker(each.client_id))
-        structlog.get_logger().warning("stranger_in_group", worker=self._name, group=self._group, clients=clients)
+        if clients:
+            structlog.get_logger().warning(
+                "foreign_group_member", worker=self._name, group=self._group, clients=clients
+            )
+        else:
+            self.reader.join_again()
 
     def _on_revoked(self, _places: list[Place]) -> None:
         self.homes = []
