@@ -142,26 +142,31 @@ def test_one_engine_among_many_that_computes_another_policy_is_named(
 
 def test_engine_that_differs_only_far_into_a_context_is_refused(policy: Any) -> None:
     """Many short samples agree; of the long one the second half does not."""
-
-    def sample(length: int, *, right: int) -> TrainingSample:
-        tokens = [2 + place % 50 for place in range(length)]
-        with torch.no_grad():
-            logprobs = token_logprobs(policy, torch.tensor([tokens]))[0].tolist()
-        recorded = [value if place < right else value - 1.0 for place, value in enumerate(logprobs)]
-        mask = [0] + [1] * (length - 1)
-        return TrainingSample(
-            tokens=tokens,
-            loss_mask=mask,
-            behaviour_logprobs=recorded,
-            temperatures=[1.0] * length,
-            reward=1.0,
-            oldest_version=3,
-            workers=["w0"] * length,
-        )
-
-    samples = [*(sample(20, right=20) for _ in range(30)), sample(400, right=200)]
+    samples = [*(recorded(policy, 20, agree=20) for _ in range(30)), recorded(policy, 400, agree=200)]
     with pytest.raises(EngineMismatch, match="the logprobs of 399 tokens"):
         check_engines(policy, samples, STANDARD, version=3)
+
+
+def test_engine_that_differs_is_named_beside_workers_with_few_tokens(policy: Any) -> None:
+    samples = [recorded(policy, 100, agree=0), *(recorded(policy, 30, agree=30, worker=f"w{n}") for n in range(1, 9))]
+    with pytest.raises(EngineMismatch, match="the engine of worker w0 computes another policy"):
+        check_engines(policy, samples, STANDARD, version=3)
+
+
+def recorded(policy: Any, length: int, *, agree: int, worker: str = "w0") -> TrainingSample:
+    """Return a sample of version 3 whose recorded logprobs are those of the policy up to the place `agree`."""
+    tokens = [2 + place % 50 for place in range(length)]
+    with torch.no_grad():
+        logprobs = token_logprobs(policy, torch.tensor([tokens]))[0].tolist()
+    return TrainingSample(
+        tokens=tokens,
+        loss_mask=[0] + [1] * (length - 1),
+        behaviour_logprobs=[value - (place >= agree) for place, value in enumerate(logprobs)],
+        temperatures=[1.0] * length,
+        reward=1.0,
+        oldest_version=3,
+        workers=[worker] * length,
+    )
 
 
 def test_step_raises_the_probability_of_rewarded_samples(policy: Any, groups: list[list[TrainingSample]]) -> None:

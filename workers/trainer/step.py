@@ -184,10 +184,10 @@ def check_engines(model: Any, samples: Sequence[TrainingSample], config: Trainer
     most = config.max_logprob_difference
     whole = fmean(everything) if len(everything) >= LEAST_COMPARED_TOKENS else 0.0
     worst = max(judged, key=lambda name: judged[name], default="")
-    if judged and judged[worst] > most and (whole <= most or min(judged.values()) <= most):
+    if judged and judged[worst] > most and any(fmean(found[name]) <= most for name in found if name != worst):
         who, difference, tokens = f"the engine of worker {worst} computes", judged[worst], len(found[worst])
         fix = "begin again in another --namespace without that worker"
-    elif whole > most:
+    elif max(whole, judged.get(worst, 0.0)) > most:
         who, difference, tokens = "the engines compute", whole, len(everything)
         fix = "take a model folder that vLLM and transformers compute alike"
     else:
