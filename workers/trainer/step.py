@@ -173,10 +173,10 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
 def check_engines(model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int) -> None:
     """Compare the model's logprobs with those that each worker recorded of tokens of this version, the model's own.
 
-    Of each worker MOST_OF_WORKER tokens are compared, of its longest samples: what differs only far into a context
-    would not show in short ones. Workers with fewer than LEAST_OF_WORKER
-    are judged only together with the others. Raises EngineMismatch if the mean absolute difference of a worker, or of
-    all, is more than `max_logprob_difference`.
+    About MOST_OF_WORKER tokens of each worker are compared, from its longest samples: short samples would not show a
+    difference that begins far into a context. Workers with fewer than LEAST_OF_WORKER tokens are judged only together
+    with the others. Raises EngineMismatch if the mean absolute difference of a worker, or of all, is more than
+    `max_logprob_difference`.
     """
     found = {name: values for name, values in _differences(model, samples, config, version).items() if values}
     everything = [value for values in found.values() for value in values]
