@@ -1,4 +1,4 @@
-"""Child processes: their end with the parent, requests to stop, names, output that nobody reads, and the end of all."""
+"""Threads, child processes and streams: starts, names, priorities, stop requests, and output without a reader."""
 
 import ctypes
 import os
@@ -141,15 +141,12 @@ class _Heedless(FileIO):
 
 
 def unread_stream(number: int, like: TextIOWrapper) -> TextIOWrapper:
-    """A stream `like` this one on the descriptor `number`.
-
-    What is written when nobody reads it any more is lost, without an error.
-    """
+    """A stream `like` this one on the descriptor `number`; output without a reader is lost without an error."""
     return stream_like(like, _Heedless(number, "w", closefd=False))
 
 
 def stream_like(like: TextIOWrapper, file: FileIO, *, errors: str | None = None) -> TextIOWrapper:
-    """A stream `like` this one on another file; `errors` replaces the way in which it encodes other characters."""
+    """A stream `like` this one on another file. `errors`: the handler of characters that the encoding does not have."""
     return TextIOWrapper(
         BufferedWriter(file),
         encoding=like.encoding,
