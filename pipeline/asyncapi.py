@@ -52,11 +52,11 @@ DEAD_LETTER = "DeadLetter"
 
 HEADERS = {
     REASON: "Why it could not be used.",
-    TOPIC: "Where it lay, with the namespace.",
-    PARTITION: "Its partition there, in decimal digits.",
-    OFFSET: "Its offset there, in decimal digits.",
-    KEY: "The key that it had there, if it had one.",
-    SENT_BACK: "There once it was sent back; its value is nothing.",
+    TOPIC: "Topic of the message, with the namespace.",
+    PARTITION: "Partition of the message, in decimal digits.",
+    OFFSET: "Offset of the message, in decimal digits.",
+    KEY: "Key of the message, if it had a key.",
+    SENT_BACK: "Present once the dead letter was sent back; the value is empty.",
 }
 """Headers of a dead letter, with their descriptions."""
 
@@ -65,9 +65,13 @@ WITHIN = (WeightIndex,)
 
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "submitPrompt": ("receive", PROMPTS.name, "ROSE opens a group of trajectories for every prompt."),
-    "finishSample": ("send", SAMPLES.name, "ROSE tells of a trajectory that has ended, with all its tokens."),
-    "settleSample": ("send", OUTCOMES.name, "ROSE says once of each trajectory what became of it."),
-    "refusePrompt": ("send", PROMPTS.dead_letters, "ROSE gives back what was no prompt, as it came, with the reason."),
+    "finishSample": ("send", SAMPLES.name, "ROSE writes every trajectory that has ended, with all its tokens."),
+    "settleSample": ("send", OUTCOMES.name, "ROSE writes one outcome for each trajectory."),
+    "refusePrompt": (
+        "send",
+        PROMPTS.dead_letters,
+        "ROSE returns an invalid prompt as it came, with the reason.",
+    ),
 }
 """The operations for other programs: action from the side of ROSE, topic, summary."""
 

@@ -23,7 +23,7 @@ from threading import Timer
 from typing import Any, Literal
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.topics.processes import stream_like, unread_stream
+from rose.topics.streams import stream_like, unread_stream
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that control a terminal or change the direction of text, except tabs and line ends."""
@@ -94,14 +94,14 @@ def _working_folder_error() -> UsageError | None:
 
 
 ESCAPED = "rose.escaped"
-"""The name of what writes characters that an encoding does not have."""
+"""Name of the error handler that writes escapes for characters that an encoding does not have."""
 
 BROKEN_PIPE = 1
-"""Exit status when nobody reads on, as typer has it."""
+"""Exit status if the reader of the output has gone, as in typer."""
 
 
 def repair_streams() -> None:
-    """Make standard input, output and error usable whatever the caller left of them.
+    """Make standard input, output and error usable, also if the caller has closed some of them.
 
     Call this before anything is read or written.
     """
@@ -132,7 +132,7 @@ def _is_descriptor(stream: TextIOWrapper, number: int) -> bool:
 def flush_streams() -> None:
     """Write what is still buffered for standard output; call this last.
 
-    Raises RoseError, or SystemExit if nobody reads the output.
+    Raises RoseError, or SystemExit if the reader of the output has gone.
     """
     try:
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Token ids and logprobs as packed little-endian arrays.
 
 Keeps true: what is packed unpacks to the same values, and a byte string that is no whole number of elements is refused.
-Numpy is imported where an array is packed or unpacked: who only looks at records needs none.
+Numpy is imported where an array is packed or unpacked, so a process that only inspects records does not load it.
 Text is never re-tokenised: these arrays are the only form in which tokens travel.
 """
 

@@ -31,12 +31,12 @@ class ThreadRefused(RoseError):
     def __init__(self) -> None:
         super().__init__(
             "no further thread can be started: raise the limit of processes (pids.max of the container, or ulimit -u), "
-            "or end what uses it up"
+            "or end other processes"
         )
 
 
 def is_start_refused(error: BaseException) -> bool:
-    """Return whether the system has refused to start a thread (as `threading`) or a process (as `subprocess`)."""
+    """Return whether the system has refused to start a thread (by `threading`) or a process (by `subprocess`)."""
     if isinstance(error, BlockingIOError):
         return any(frame.f_code.co_name == "_execute_child" for frame, _ in walk_tb(error.__traceback__))
     return isinstance(error, RuntimeError) and message_of(error) == "can't start new thread"

@@ -1,11 +1,11 @@
-"""How much a serving worker may lend, for how long, and to whom; which worker takes nothing at all; and its cell.
+"""Grants: how much a serving worker may lend, how long and to which job; drains of workers; cells of workers.
 
 Keeps true
-- Who speaks is in the key, and of each the newest counts. So no renewal can override an operator, and who takes a drain
-  back brings back what was granted by hand before.
-- A grant with a lease holds for so long after its lender has read it, by the lender's own clock, unless it is renewed.
-  One by hand overrides it, until it is deleted.
-- A drain overrides both, and is for every executor, also for one that lends nothing.
+- The source of a grant is in its key, and the newest grant of each source counts. So a renewal cannot override an
+  operator, and after the end of a drain the earlier manual grant holds again.
+- A grant with a lease holds for the time of the lease after its lender has read the grant, by the lender's own clock,
+  unless the grant is renewed. A manual grant overrides it until the manual grant is deleted.
+- A drain overrides both. Every executor can be drained, also an executor that lends nothing.
 - A grant names the RL job that the worker lends to: at most one on a serving worker.
 - The cell of a worker can be set for every executor, under a separate key. The setting holds without renewal until
   another cell is set. An executor without the setting stays in its cell.
@@ -31,16 +31,16 @@ MAX_LEASE_SECONDS = 3600.0
 
 
 class GrantSource(Enum):
-    """Source of a grant: who grants, by the part of the key behind the worker's name."""
+    """Source of a grant. The value is the part of the key behind the worker's name."""
 
     LEASED = ""
-    """The control app, whether a lender lends."""
+    """The control app, which decides whether a lender lends."""
     BY_HAND = "/by-hand"
-    """An operator, whether and how much a lender lends."""
+    """An operator, who decides whether and how much a lender lends."""
     DRAIN = "/drain"
     """An operator who drains the worker: it takes no turns, whatever other grants allow."""
     CELL = "/cell"
-    """The control app, in which cell the worker is to be; not whether it lends."""
+    """The control app, which sets the cell of the worker; this says nothing about lending."""
 
 
 Job = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._:-]{1,128})?\Z")]

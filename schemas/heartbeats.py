@@ -1,6 +1,6 @@
 """Reports of a process on itself: heartbeats of executors, several times a second, and starts of roles.
 
-An executor that has sent no heartbeat for `TTL_SECONDS` counts as silent; `routing/liveness.py` applies this rule.
+An executor without a heartbeat for `TTL_SECONDS` counts as silent (`pipeline/routing/liveness.py`).
 """
 
 from enum import Enum

@@ -57,12 +57,12 @@ Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Unix seconds, before the year 10,000: a number that every clock and calendar takes."""
 
 MAX_REWARD = 1e12
-"""A larger one, or its square, is infinite in the arithmetic of a step, which is lost then for every group in it."""
+"""A larger reward, or its square, may be infinite in a training step, which would be lost for all of its groups."""
 
 Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
-"""A span of time. Whoever adds some up or divides by them meets no infinity, and nothing that is no number."""
+"""A span of time, in seconds. The bounds keep sums of spans finite, and NaN is refused."""
 
 Tokens = Annotated[
     bytes, Meta(max_length=4 * MAX_CONTEXT_TOKENS, description="Token ids, packed as little-endian uint32.")

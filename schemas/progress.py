@@ -1,6 +1,6 @@
 """Records of an environment worker's open work: groups, trajectories and the states of environments.
 
-Keeps true: a trajectory is written down by places. Its tokens lie in its requests and results, once.
+Keeps true: the progress of a trajectory has offsets and lengths. The tokens are stored once, in requests and results.
 """
 
 from enum import Enum
@@ -89,9 +89,9 @@ class Applied(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrajectoryProgress(Record, frozen=True, kw_only=True):
-    """Where the parts of a live trajectory lie in its home.
+    """The offsets of the parts of a live trajectory in its home.
 
-    The newest record counts; a tombstone says that it has ended.
+    The newest record counts; a tombstone says that the trajectory has ended.
     """
 
     SCHEMA: ClassVar[str] = "trajectory-progress/2"

@@ -1,9 +1,9 @@
 """Base of all records.
 
 Keeps true, from 0.2.0 on
-- Fields are only ever added, with defaults; unknown fields are ignored, but of a prompt. Nothing becomes narrower:
+- Fields are only ever added, with defaults. Unknown fields are ignored, except in a prompt. No bound becomes narrower:
   `tests/golden/` has the bytes and the contract of every release.
-- What becomes wider, a bound or an enumeration, is read by a release and only written by the next.
+- A bound or enumeration becomes wider in two releases: the first reads the new values, the next one writes them.
 """
 
 from typing import ClassVar

@@ -7,7 +7,7 @@ records.
 
 Keeps true
 - Every array has one entry per token. Spans lie in order, and cover the sampled tokens and no others.
-- Concatenation is associative, so the parts of a turn that was preempted make the turn that nobody preempted.
+- Concatenation is associative, so the parts of a preempted turn make the same turn as without preemption.
 """
 
 from collections.abc import Sequence

@@ -27,12 +27,12 @@ def check_bounds(config: object, bounds: Mapping[str, tuple[float, float]]) -> N
 
 
 def is_http_server(url: str) -> bool:
-    """Whether it is `http://HOST[:PORT]`, or https, without a password: logs and reports show it."""
+    """Whether the URL is `http://HOST[:PORT]`, or https, without a password: logs and reports show the URL."""
     if not url.isprintable() or " " in url:  # urlsplit passes over tabs and ends of lines
         return False
     try:
         place = urlsplit(url)
-        (place.hostname or "").encode("idna")  # as whoever looks it up does: a label has 63 characters at most
+        (place.hostname or "").encode("idna")  # as a name lookup does: a label has 63 characters at most
         return (
             place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0 and "@" not in place.netloc
         )

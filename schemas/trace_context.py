@@ -1,4 +1,4 @@
-"""Where a record stands in the trace of its trajectory.
+"""The place of a record in the trace of its trajectory: trace and span ids.
 
 Keeps true
 - A trace is a trajectory, a span a hop of it: request -> dispatch -> execution -> result, under the trajectory, and at

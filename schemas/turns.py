@@ -66,9 +66,9 @@ def held_hash(key: TurnKey) -> int:
 class TurnRequest(Record, frozen=True, kw_only=True):
     """A request for the next turn of a trajectory, written by an environment worker.
 
-    It carries what its context has become longer by since the trajectory's request before, and names the places of
-    those it goes on from. An anchor goes on from none and carries its context whole: the first request of a trajectory,
-    each that would go on from more than `CHAIN`, and one that is asked again because its chain could not be read.
+    It carries the tokens since the trajectory's previous request, and its chain: the offsets of the requests that it
+    appends to. An anchor has no chain and carries the whole context. Anchors are the first request of a trajectory, a
+    request whose chain would be longer than MAX_CHAIN, and a request that is repeated because its chain is unreadable.
 
         turn 0, offset 7    chain ()         appended: 10 tokens   context_tokens 10
         turn 1, offset 19   chain (7,)       appended: 6           context_tokens 16
@@ -95,7 +95,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     digest: Digest
     """Digest of the whole context (`contexts.context_digest`)."""
     chain: Annotated[tuple[Count, ...], Meta(max_length=MAX_CHAIN)] = ()
-    """Offsets, in the home's requests, of the requests that it goes on from: the anchor first, the request before
+    """Offsets, in the home's requests, of the requests that it appends to: the anchor first, the previous request
     last."""
     sampling: Sampling
     requested_at: Moment
@@ -248,7 +248,7 @@ class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     requested_at: Moment = 0.0
     committed_at: Moment = 0.0
-    """The environment worker learned that the request is committed; before that nobody could read it."""
+    """The environment worker learned that the request is committed; no reader can read it earlier."""
     queued_at: Moment = 0.0
     """The router accepted the request, which then waits for an executor until `dispatched_at`."""
     dispatched_at: Moment = 0.0
@@ -265,8 +265,8 @@ class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class TurnResult(Record, frozen=True, kw_only=True):
     """The result of one attempt at one turn.
 
-    `tokens`, `logprobs`, `spans` and `device_seconds` are of the whole turn so far: this attempt's, behind those of the
-    attempts that it went on from. All else is this attempt's own.
+    `tokens`, `logprobs`, `spans` and `device_seconds` cover the whole turn so far: earlier attempts, then this attempt.
+    All other fields describe this attempt alone.
     """
 
     SCHEMA: ClassVar[str] = "turn-result/3"

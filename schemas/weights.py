@@ -122,7 +122,7 @@ class WeightManifest(Record, frozen=True, kw_only=True):
 
     model_id: Id
     run: Id
-    """Name of the run. Versions of another run are ignored, whoever signed them."""
+    """Name of the run. Versions of another run are ignored, whatever key signed them."""
     epoch: Count
     """Epoch, which grows when a run goes back. The newest version is the newest of the highest epoch."""
     version: Count

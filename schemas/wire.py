@@ -2,7 +2,7 @@
 
 Keeps true
 - The wire is plain MessagePack: any implementation reads it.
-- Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
+- Every decoded value is checked: a type, length or range that the record does not allow is a RecordError.
 - A record that would not decode is not encoded: the writer gets the error that a reader would get.
 - The header `rose-schema` names the record; bytes under another name are refused.
 - A prompt has no unknown field: such a field is misspelt, or needs a newer ROSE.
@@ -78,7 +78,7 @@ _untyped_fields: dict[type[Record], Callable[[Any], object]] = {
 """Return the part of a record that holds values of any type."""
 
 _unpack = partial(msgpack.unpackb, strict_map_key=False, object_pairs_hook=lambda pairs: [*chain.from_iterable(pairs)])
-"""A map as the list of its keys and values: those too that come under one key, of which msgspec leaves the last."""
+"""Decode each map to a list of its keys and values, so that repeated keys stay; msgspec keeps only the last value."""
 
 _names_in_json = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _names_in_msgpack = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
@@ -129,7 +129,7 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
 
 
 def parse_prompt_json(text: bytes) -> Prompt:
-    """A prompt that somebody wrote as JSON, which may be longer than what travels of it. Raises RecordError."""
+    """Return the prompt in a JSON text, which may be longer than the encoded record. Raises RecordError."""
     if text[:1] != b"{":
         raise RecordError("it does not begin with {: a prompt is one JSON object")
     return _decoded(Prompt, text)
@@ -183,7 +183,7 @@ def _check_field_bounds(record: Record) -> None:
 
 
 def _same_request(record: Record, read: Record) -> bool:
-    """Whether a dispatch was read as it was written: then its own request will do, which its writer looks at too."""
+    """Whether a dispatch was decoded with the same request. Then its own `request` is checked, and stays cached."""
     if not isinstance(record, TurnDispatch) or not isinstance(read, TurnDispatch):
         return False
     return bytes(record.request_wire) == bytes(read.request_wire)

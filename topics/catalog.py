@@ -3,15 +3,15 @@
 Keeps true
 - Topics are created from here alone, never by the broker on first use.
 - The topics of the sample path (prompts, requests, results, groups, progress, snapshots) have equally many *home*
-  partitions: whoever owns home partition p sees all of a trajectory's records, in order.
-- Time alone deletes nothing that is needed: what may be needed for long is deleted by its writers or readers.
-- Records are stamped by the broker when it appends them. A broker takes a writer's records whatever the writer's clock
-  says, and how long they are kept follows from the brokers' clocks alone.
+  partitions: the owner of home partition p reads all records of a trajectory, in order.
+- No record that is needed is deleted because of its age: a role deletes records that may be needed for long.
+- The broker stamps records when it appends them. So a writer's clock does not matter, and retention follows the clocks
+  of the brokers alone.
 - Cell c of C has the homes, inboxes and the partition of the heartbeats whose numbers are c modulo C; there are as many
   cells as the heartbeats have partitions.
 - `rose.turns.dispatched.v1` has one partition per inbox slot; an executor reads its own by hand.
-- The home of a group and the inbox slot of an executor are functions of the name alone, whoever asks: the partition
-  into which Kafka's default partitioner puts a record with the name as its key.
+- The home of a group and the inbox slot of an executor are functions of the name alone: the partition into which
+  Kafka's default partitioner puts a record with the name as its key.
 """
 
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ class Partitions:
 
 
 class RetentionSetting(Enum):
-    """Which setting says how long the records of a topic are kept."""
+    """The setting for the retention of a topic."""
 
     PROMPTS = "prompts_retention_seconds"
     TURNS = "turns_retention_seconds"
@@ -91,7 +91,7 @@ class Retention:
     """Retention of records in seconds, by family of topics, counted from the write of a record.
 
     The broker deletes outcomes, dispatches, heartbeats and dead letters by their age alone. ROSE deletes prompts,
-    turns, samples and weights of this age that nobody needs any more.
+    turns, samples and weights of this age once they are not needed any more.
     """
 
     prompts: float = 7 * DAY / 1000
@@ -135,7 +135,7 @@ class Topic:
     """Key of the records: `{field}` is the value of that field, and `[a|b]` is one of these texts or none."""
     partition_setting: PartitionSetting
     config: dict[str, str] = field(default_factory=dict)
-    """Settings on the broker, but for those that follow from a Retention."""
+    """Settings on the broker, except the settings that follow from a Retention."""
     retention_setting: RetentionSetting | None = None
     """None for a topic that is only compacted."""
     marker_keys: tuple[str, ...] = ()

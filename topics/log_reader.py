@@ -206,7 +206,7 @@ def await_transactions(
             ends = {place: end for place, end in ends.items() if decided[place][1] < end}
             if ends and time.monotonic() > deadline:
                 topic, partition = next(iter(ends))
-                ended = "kafka-transactions.sh find-hanging tells whose it is, and abort ends it"
+                ended = "kafka-transactions.sh find-hanging shows its producer, and abort ends it"
                 where = f"{settings.topic(topic)} [{partition}]"
                 raise BusError(f"waiting for a transaction in {where} ({ended})", KafkaError(KafkaError._TIMED_OUT))
             if ends:

@@ -1,4 +1,4 @@
-"""Child processes: their end with the parent, requests to stop, names, output that nobody reads, and the end of all."""
+"""Threads and child processes: starts, names, priorities, stop requests, and the end of all children."""
 
 import ctypes
 import os
@@ -6,11 +6,9 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any
 
 from rose.schemas.errors import ThreadRefused
 
@@ -23,6 +21,9 @@ user."""
 POLL_SECONDS = 0.005
 """Time between two checks of ending processes."""
 
+AUTOGROUP_SECONDS, AUTOGROUP_TRIES = 0.1, 50
+"""Time between two tries to set the nice value of a session, and the number of tries."""
+
 
 def start_thread(target: Callable[..., object], *given: object, name: str) -> Thread:
     """Start a daemon thread that calls `target(*given)`. Raises ThreadRefused where the system starts none."""
@@ -32,10 +33,6 @@ def start_thread(target: Callable[..., object], *given: object, name: str) -> Th
     except RuntimeError as error:
         raise ThreadRefused from error
     return thread
-
-
-AUTOGROUP_SECONDS, AUTOGROUP_TRIES = 0.1, 50
-"""Time between two tries to set the nice value of a session, and the number of tries."""
 
 
 def die_with_parent(parent: int, signal_number: signal.Signals) -> Callable[[], None]:
@@ -66,7 +63,7 @@ def signal_safe_setter(event: Event) -> Callable[[], None]:
         requested.get()
         event.set()
 
-    Thread(target=pass_on, name="signal-relay", daemon=True).start()
+    start_thread(pass_on, name="signal-relay")
     return lambda: requested.put(None)
 
 
@@ -130,30 +127,3 @@ def _children() -> list[int]:
             if stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1] == own:
                 found.append(int(stat.parent.name))
     return found
-
-
-class _Heedless(FileIO):
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return memoryview(data).nbytes
-
-
-def unread_stream(number: int, like: TextIOWrapper) -> TextIOWrapper:
-    """A stream `like` this one on the descriptor `number`.
-
-    What is written when nobody reads it any more is lost, without an error.
-    """
-    return stream_like(like, _Heedless(number, "w", closefd=False))
-
-
-def stream_like(like: TextIOWrapper, file: FileIO, *, errors: str | None = None) -> TextIOWrapper:
-    """A stream `like` this one on another file; `errors` replaces the way in which it encodes other characters."""
-    return TextIOWrapper(
-        BufferedWriter(file),
-        encoding=like.encoding,
-        errors=errors or like.errors,
-        line_buffering=like.line_buffering,
-        write_through=like.write_through,
-    )

@@ -1,4 +1,4 @@
-"""How long to wait before an operation is tried again, and whether a loop goes on after an error of the broker.
+"""The wait before an operation is tried again, and the decision whether a loop goes on after an error of the broker.
 
 Keeps true
 - The wait is a back-off (`backoff`), from `first_seconds` to at most `longest_seconds`.

@@ -24,7 +24,7 @@ PREFIX = "rose."
 """Prefix of every topic, consumer group and transactional id, after the namespace, so one prefix serves an ACL."""
 
 CLIENT_PREFIX = "rose-"
-"""Prefix of the client ids of environment workers."""
+"""Prefix of the client ids of ROSE's clients."""
 
 WARNING_SECONDS = 30.0
 """Least time between two warnings about the same kind of broker error."""
@@ -296,7 +296,7 @@ REQUIRED_SETTINGS = (
         f"must be from {MAX_DEAD_LETTER_BYTES} to {10**9}: ROSE's records would be refused",
     ),
     RequiredSetting(
-        ("enable.auto.commit",), _FALSE, "must be false: offsets are committed with what was made of the records"
+        ("enable.auto.commit",), _FALSE, "must be false: offsets are committed with the results of the records"
     ),
     RequiredSetting(
         ("isolation.level",), _one_of("read_committed"), "must be read_committed: work would be counted twice"
@@ -304,7 +304,7 @@ REQUIRED_SETTINGS = (
     RequiredSetting(
         ("auto.offset.reset",),
         _one_of("earliest", "smallest", "beginning"),
-        "must be earliest: records would be passed over",
+        "must be earliest: records would be skipped",
     ),
     RequiredSetting(
         ("partition.assignment.strategy",), _one_of("range"), "must be range: a home's topics belong to one worker"
@@ -316,16 +316,16 @@ REQUIRED_SETTINGS = (
         lambda value: value == "0" or _number(MIN_DELIVERY_MILLISECONDS, 2**31 - 1)(value),
         f"must be 0 or at least {MIN_DELIVERY_MILLISECONDS}: records would be given up before they are stored",
     ),
-    RequiredSetting(("delivery.report.only.error",), _FALSE, "must be false: nobody would hear what is stored"),
+    RequiredSetting(("delivery.report.only.error",), _FALSE, "must be false: stored records would not be reported"),
     RequiredSetting(
         ("transaction.timeout.ms",),
         _number(1, MAX_TRANSACTION_MILLISECONDS),
-        f"must be at most {MAX_TRANSACTION_MILLISECONDS}: that of a dead worker holds up all who read behind it",
+        f"must be at most {MAX_TRANSACTION_MILLISECONDS}: an open transaction of a dead worker delays all readers",
     ),
     RequiredSetting(
         ("session.timeout.ms",),
         _number(MIN_SESSION_MILLISECONDS, 2**31 - 1),
-        f"must be at least {MIN_SESSION_MILLISECONDS}: brokers refuse a member with a shorter one",
+        f"must be at least {MIN_SESSION_MILLISECONDS}: brokers refuse a member with a shorter session",
     ),
     RequiredSetting(("group.id", "group.instance.id"), _NEVER, "is set by ROSE: --namespace distinguishes groups"),
     RequiredSetting(("transactional.id",), _NEVER, "is set by ROSE: --namespace distinguishes writers"),

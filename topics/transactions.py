@@ -92,7 +92,7 @@ class CallWatchdog:
         if self._broker_answers():
             self._answered += 1
         elif not self._still_needed():
-            raise HungCall("the broker answers nobody, and nobody waits for it any more")
+            raise HungCall("the broker answers no client, and the call is not needed any more")
         else:
             self._on_broker_away()
 

@@ -269,9 +269,7 @@ class Writer:
         except BusError as error:
             if not error.outcome_unknown:
                 raise
-            action = (
-                "reading committed offsets, which another's transaction holds back (kafka-transactions.sh tells whose)"
-            )
+            action = "reading committed offsets, which a transaction holds back (kafka-transactions.sh shows which)"
             raise BusError(action, KafkaError(KafkaError._TIMED_OUT)) from error
 
     def close(self) -> None:
@@ -303,7 +301,7 @@ class Writer:
     def _wait_while_needed(self) -> None:
         """Called between two polls while older transactions are fenced. Raises BusError once not `still_needed`."""
         if not self._still_needed():
-            action = "fencing older transactions (it has no answer yet, and nobody waits for it any more)"
+            action = "fencing older transactions (it has no answer yet, and is not needed any more)"
             raise BusError(action, KafkaError(KafkaError._TIMED_OUT))
         self._on_wait()
 

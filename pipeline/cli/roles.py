@@ -5,8 +5,8 @@ A process writes a record when it starts, and each time that its loop restarts, 
 Keeps true
 - The records of starts are written on a thread of their own: the role does not wait for it, and an error is only
   logged. The thread has a connection only while it writes a record.
-- Processes of the same name are told apart by their places: the host, and the lowest number on the host that no running
-  process of the name has. The kernel frees the number when its process ends, however it ends.
+- Processes of the same name are distinguished by their places: the host, and the lowest number on the host that no
+  running process of the name has. The kernel frees the number when its process ends, however it ends.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """`rose status`: the state of a run on one screen.
 
 Keeps true
-- Every executor that sent heartbeats in the last minute is heard again, or the command reads for longer than a
-  heartbeat is valid.
+- The command reads until every executor of the last minute has sent a new heartbeat, or for longer than a heartbeat is
+  valid.
 - If something that could move does not move, the command reads on until it is known whether it is stalled.
 - The exit status is 1 exactly when a finding is UNWELL; missing information counts as UNWELL.
 """
@@ -33,7 +33,7 @@ from rose.topics.errors import BrokerUnreachable
 from rose.topics.settings import BusSettings
 
 LOOK_SECONDS = TTL_SECONDS + 0.5
-"""Time after which an executor that was not heard is silent: longer than a heartbeat is valid."""
+"""Time after which an executor without a new heartbeat is silent: longer than a heartbeat is valid."""
 
 LONGEST_SECONDS = 20.0
 """Maximum time to read the present state of the log, and maximum time of one look."""
@@ -80,7 +80,7 @@ def unknown_parts(*, answered: bool, caught_up: bool, broker_error: str | None) 
     """Yield a finding for each part of the state that could not be read."""
     if not answered:
         why = f" ({broker_error})" if broker_error else ""
-        sentence = f"the broker does not say who is a member of which group, nor how far they have read{why}"
+        sentence = f"the broker does not list the members and offsets of the consumer groups{why}"
         yield Finding(Severity.UNWELL, "broker", sentence)
     if not caught_up:
         sentence = f"the log was not read to its end within {LONGEST_SECONDS:.0f} s: the findings may be outdated"
@@ -118,10 +118,10 @@ def _missing_facts(watch: RunFollower, looked: float) -> str | None:
     if looked < LOOK_SECONDS and not watch.run_state.heard_from_all:
         return f"listens to the executors for {LOOK_SECONDS:g} s"
     if watch.snapshot is None:
-        return "waits for the broker to say who is a member of which group"
+        return "waits for the broker to list the members of the consumer groups"
     left = STALLED_SECONDS + READ_SECONDS - min(looked, watch.known_seconds)
     if left > 0 and _unhealthy(watch.facts()) != _unhealthy(watch.facts(later=left)):
-        return f"looks on for {STALLED_SECONDS:g} s in all: something that could move does not"
+        return f"reads for {STALLED_SECONDS:g} s in all: some work that could go on stands still"
     return None
 
 

@@ -202,8 +202,8 @@ def _refuse_moved(folder: Path, config: Config) -> None:
     """Raise UsageError if the run in `folder` would write to another folder, which may be that of another run."""
     if folder.resolve() != config.run_folder.resolve():
         raise UsageError(
-            f"the run in {folder} was in {config.run_folder}, as its {RESOLVED} has it: move the folder back, or begin "
-            f"this where {config.run_folder} leads to it"
+            f"the run in {folder} was in {config.run_folder}, as its {RESOLVED} says: move the folder back, or start "
+            f"the command in a folder from which {config.run_folder} is this folder"
         )
 
 

@@ -191,7 +191,7 @@ class RunSection:
     executors: int = 2
     """Dedicated executors that `rose up` starts."""
     lenders: int = 0
-    """vLLM servers that lend, with users who ask them, that `rose up` starts."""
+    """Lending vLLM servers, each with a load generator, that `rose up` starts."""
     time_limit_seconds: float = 0.0
     """Seconds after which `rose up` and `rose demo` stop a run, but not before the trainer has saved a
     policy; 0: no limit."""

@@ -189,7 +189,7 @@ class ControlApp:
         if cells_heard:
             HEALTH.report(f"decides for {cells_heard} cells: {len(self._core.lending_workers(now))} lend")
         elif self.faust.consumer.assignment():
-            HEALTH.report("grants nothing: no router tells of its cell", ready=False)
+            HEALTH.report("grants nothing: no router sends summaries of its cell", ready=False)
         else:
             HEALTH.report("waits for its turn: another control app decides")
 
@@ -233,8 +233,8 @@ def credentials(properties: Mapping[str, str]) -> Credentials | None:
     unknown = [name for name in properties if name.startswith(ABOUT_SECURITY) and name not in KNOWN]
     if unknown:
         raise UsageError(
-            f"the control app has no {unknown[0]}: its Kafka client, Faust's, knows of librdkafka's settings of "
-            f"security {', '.join(KNOWN)}"
+            f"the control app has no {unknown[0]}: its Kafka client is Faust's, which supports only these of "
+            f"librdkafka's security settings: {', '.join(KNOWN)}"
         )
     protocol = properties.get("security.protocol", "plaintext").lower()
     if protocol not in PROTOCOLS:
@@ -245,7 +245,7 @@ def credentials(properties: Mapping[str, str]) -> Credentials | None:
     mechanism = properties.get("sasl.mechanisms", properties.get("sasl.mechanism", "GSSAPI"))
     if mechanism not in [each.value for each in MECHANISMS]:
         known = ", ".join(each.value for each in MECHANISMS)
-        raise UsageError(f"sasl.mechanisms is {mechanism!r}: the control app signs in by one of {known}")
+        raise UsageError(f"sasl.mechanisms is {mechanism!r}: the control app supports {known}")
     name, password = properties.get("sasl.username"), properties.get("sasl.password")
     return SASLCredentials(username=name, password=password, ssl_context=context, mechanism=mechanism)
 

@@ -252,7 +252,7 @@ class Rebalancer:
         """The reason why a worker on its way has to stay; None if it may go on."""
         crew = crews.get(worker.cell)
         if crew is not None and name in crew.movable and crew.movable[name].open and not crew.can_do_without(name):
-            return f"cell {worker.cell} has work and nobody else by now"
+            return f"cell {worker.cell} has work and no other executor now"
         if now - worker.target_since >= MAX_MOVE_SECONDS:
             return f"it has not gone for {MAX_MOVE_SECONDS:.0f} s"
         return None
@@ -280,7 +280,7 @@ class Rebalancer:
             return None
         _, giver_seconds, giver_cell, worker = min(found)
         if crew.is_unserved:
-            return Move(worker, number, f"turns wait in cell {number}, and nobody is at work there")
+            return Move(worker, number, f"turns wait in cell {number}, and no executor works there")
         return Move(
             worker,
             number,

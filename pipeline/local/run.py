@@ -4,7 +4,7 @@ Keeps true
 - All that a run writes lies in its folder: `config.toml` (the whole configuration), `logs/`, `broker/`, the trainer's
   checkpoints.
 - Whatever ends the run, its processes and its own broker are stopped before the command ends.
-- A run goes on, and has its summary and report, when nobody reads what it prints any more.
+- A run continues to its summary and report also after the reader of its output has gone.
 """
 
 import math
@@ -35,10 +35,10 @@ from rose.workers.weights.trust import require_signing_key
 
 
 class RunConsole(Console):
-    """Says nothing more once nobody reads it, as `tee` that Ctrl-C has ended: the run goes on, and has its report."""
+    """A console that is quiet once its reader has gone, such as a `tee` that Ctrl-C has ended. The run continues."""
 
     def on_broken_pipe(self) -> None:
-        """Say nothing from now on."""
+        """Print nothing from now on."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())  # what is written and not flushed goes there
@@ -76,7 +76,7 @@ class LocalRun:
 
 @contextmanager
 def open_run(config: Config) -> Iterator[LocalRun]:
-    """Lock the run's folder, start or find its broker, and prepare the run; undo what must not stay at the end.
+    """Lock the run's folder, start or find its broker, and prepare the run. At the end, stop what was started.
 
     Raises UsageError, BrokerFailed, BusError or RightsMissing.
     """

@@ -1,4 +1,4 @@
-"""Where work waits: by home, cell and inbox, from the log and the broker's answers. Pure.
+"""The waiting work by home, cell and inbox, from the log and the broker's answers. Pure.
 
 Keeps true
 - A home is stalled from the time when its work was there, its owner had room for the work, and no work of that kind was

@@ -233,7 +233,7 @@ class BrokerProbe:
         """Return the end of each partition, by its topic's name on the broker, for readers of this isolation level."""
         specs = {TopicPartition(*place): OffsetSpec.latest() for place in partitions}
         answers = client.list_offsets(specs, isolation_level=isolation, request_timeout=ANSWER_SECONDS)
-        return [offset_in(answer) for answer in answers.values()]
+        return [offset_in(answers[place]) for place in specs]
 
     def _committed(self, group: str, topics: tuple[Topic, ...]) -> dict[Place, int]:
         """Return the group's committed offset by partition; 0 if it has committed none."""

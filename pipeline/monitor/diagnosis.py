@@ -245,10 +245,9 @@ def _dispatching(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
 def _environments(facts: Facts) -> Iterator[Finding]:
     workers, owned = facts.environment_workers, facts.homes_owned
     if facts.foreign_clients:
-        clients = ", ".join(facts.foreign_clients)
         sentence = (
-            f"{clients} in the consumer group of the environment workers is another program and takes homes from them: "
-            "give it another group.id"
+            "the consumer group of the environment workers has members that are other programs and take homes: "
+            f"{', '.join(facts.foreign_clients)}; give them another group.id"
         )
         yield Finding(Severity.UNWELL, "environments", sentence)
     if workers == 0 and facts.work_left:
@@ -328,7 +327,7 @@ def _prompts(facts: Facts) -> Iterator[Finding]:
     if facts.held_homes:
         severity = Severity.WAITS if facts.held_seconds < STALLED_SECONDS else Severity.UNWELL
         sentence = (
-            f"nobody can read the prompts of {_homes(facts.held_homes)}, which lie behind a transaction that is open: "
+            f"the prompts of {_homes(facts.held_homes)} cannot be read, because they lie behind an open transaction: "
             "its producer ends it, the broker after transaction.timeout.ms, or `kafka-transactions.sh abort`"
         )
         yield Finding(severity, "prompts", sentence)

@@ -152,7 +152,7 @@ class Screen:
         )
 
     def _total_text(self) -> str:
-        """Return the number of trajectories asked for, if known, without refused ones, with those of others since."""
+        """Return ` of N`, with the number of requested trajectories that were not refused; empty if it is unknown."""
         view = self._follower.run_state
         return f" of {max(self._total - view.refused, view.opened)}" if self._total else ""
 
@@ -170,7 +170,7 @@ class Screen:
 
 
 def count_executors(executors: Sequence[ExecutorFacts]) -> str:
-    """`2 executors ready, 1 starting`: those that serve nothing do not count as executors."""
+    """Return the number of executors in each state, e.g. `executors: 2 ready, 1 starting`."""
     counts: dict[str, int] = {}
     for each in executors:
         state = "silent" if each.silent else "refusing" if each.refused_version > each.version else each.state.value
@@ -204,7 +204,7 @@ def executor_table(executors: Sequence[ExecutorFacts]) -> Table | Text:
 
 
 def work_line(facts: Facts) -> Text:
-    """Where the work is."""
+    """Return the line of open groups, their trajectories and waiting prompts."""
     window = f" of {facts.window_groups}" if facts.window_groups is not None else ""
     return Text.assemble(
         ("groups        ", "dim"),

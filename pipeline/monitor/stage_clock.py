@@ -1,4 +1,4 @@
-"""When each stage of a run last moved in each home, and when the roles started. Pure.
+"""The time at which each stage of a run last moved in each home, and the starts of the roles. Pure.
 
 Keeps true
 - `now` is seconds on the reader's own clock. Records that arrive after the start of reading are timed by it only.

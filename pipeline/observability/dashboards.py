@@ -24,21 +24,21 @@ SERVING = Dashboard(
     [
         Panel(
             "Time to first token of serving",
-            "Of the users of vLLM servers, as those tell it: guests are not in it. Hold it against the promise.",
+            "Latency of users, from vLLM's own metrics, without guests. Compare it with lender.promise.",
             "s",
             quantiles("vllm:time_to_first_token_seconds"),
             SCRAPED,
         ),
         Panel(
             "Time between tokens of serving",
-            "Of the same users.",
+            "Latency of the same users.",
             "s",
             quantiles("vllm:inter_token_latency_seconds"),
             SCRAPED,
         ),
         Panel(
             "Serving's requests",
-            "Of the users of lending servers. Waiting ones hold every guest back.",
+            "Requests of users at lending servers. A waiting request holds every guest back.",
             "short",
             {
                 "running, mean": 'avg(rose_lender_serving_requests{state="running"} >= 0)',
@@ -49,24 +49,24 @@ SERVING = Dashboard(
         ),
         Panel(
             "Slack of serving's steps",
-            "What was left of the promise when serving was last looked at. Below 0 the promise was broken.",
+            "Time that the promise left at the last check of serving. Below 0 the promise was broken.",
             "s",
             {
                 "prefill, least": f'min(min_over_time(rose_lender_headroom_seconds{{kind="prefill"}}[{RATE}]))',
                 "decode, least": f'min(min_over_time(rose_lender_headroom_seconds{{kind="decode"}}[{RATE}]))',
             },
-            f"{LENDER} whose users wait for it",
+            f"{LENDER} with requests of users",
         ),
         Panel(
             "Longest piece of a guest's work",
-            "How long serving may have to wait for a guest: what the yield bound is about.",
+            "Time that serving may have to wait for a guest; the yield bound limits it.",
             "s",
             quantiles("rose_lender_guest_piece_seconds"),
             LENDER,
         ),
         Panel(
             "Why guests did not compute",
-            "Times a second that a guest with work was held back, by what serving had.",
+            "Times a second that a guest with work was held back, by the reason in serving.",
             "ops",
             rate_by("why", "rose_lender_held_back_total"),
             LENDER,
@@ -80,7 +80,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "Cuts and frozen lenders",
-            "A cut takes half of the lent memory back; it then stays frozen until the next policy version.",
+            "A cut takes half of the lent memory back. The budget is frozen until the next version or for some time.",
             "short",
             {
                 "cuts a minute": f"60 * sum(rate(rose_lender_cuts_total[{RATE}]))",
@@ -98,7 +98,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "How wrong predictions are",
-            "Share by which one step in ten takes longer or shorter than expected. Large ones cost slack.",
+            "Share by which one step in ten takes longer or shorter than predicted. Large errors cost slack.",
             "percentunit",
             {"{{step}}, worst": "max by (step) (rose_lender_prediction_error_ratio)"},
             LENDER,
@@ -119,14 +119,14 @@ SERVING = Dashboard(
         ),
         Panel(
             "Work that waits for capacity",
-            "How long the open executors of a cell need for what waits, of the worst cell.",
+            "Time that the open executors of a cell need for the waiting turns, in the worst cell.",
             "s",
             {"waiting": "max(rose_control_waiting_seconds)"},
             CONTROL,
         ),
         Panel(
             "Share of turns done by lenders",
-            "Of the tokens that were sampled, those on serving's GPUs.",
+            "Share of the sampled tokens that lenders sampled.",
             "percentunit",
             {
                 "share": f'sum(rate(rose_executor_tokens_total{{kind="sampled"}}[{RATE}]) '
@@ -145,7 +145,7 @@ ROLLOUT = Dashboard(
     [
         Panel(
             "Turns",
-            "Asked for, and done. What is asked for and neither done nor given up waits or runs.",
+            "Requested and finished turns. A requested turn that is neither done nor given up waits or runs.",
             "ops",
             {
                 "asked for": f"sum(rate(rose_router_turns_requested_total[{RATE}]))",
@@ -156,25 +156,25 @@ ROLLOUT = Dashboard(
         ),
         Panel(
             "Turns under way",
-            "Waiting turns want executors; a fleet that holds few while many wait refuses them.",
+            "Turns that wait, and turns at executors. If many wait and few are at executors, the fleet refuses turns.",
             "short",
             {"waiting": "sum(rose_router_waiting_turns)", "with executors": "sum(rose_router_outstanding_turns)"},
         ),
         Panel(
             "Wait for room",
-            "From being asked for, or issued again, to the dispatch.",
+            "Time from the request of a turn, or its reissue, to the dispatch.",
             "s",
             {**quantiles("rose_router_dispatch_seconds"), "oldest": "max(rose_router_oldest_waiting_seconds)"},
         ),
         Panel(
             "A turn on its executor",
-            "From the inbox to the last token: the mean of all executors, and that of the slowest.",
+            "Time from the inbox to the last token: the mean of all executors, and of the slowest executor.",
             "s",
             mean_and_worst(each_mean("rose_executor_turn_seconds")),
         ),
         Panel(
             "Tokens of an executor",
-            "Sampled tokens a second: the mean executor, and the worst.",
+            "Sampled tokens a second: the mean of all executors, and the slowest executor.",
             "short",
             mean_and_worst(f'rate(rose_executor_tokens_total{{kind="sampled"}}[{RATE}])', worst="min"),
         ),
@@ -189,37 +189,37 @@ ROLLOUT = Dashboard(
         ),
         Panel(
             "KV cache in use",
-            "Of what rollouts may hold. One that is full makes its turns wait.",
+            "Share of the KV memory that rollouts may hold. Turns wait at a full executor.",
             "percentunit",
             mean_and_worst("1 - rose_executor_kv_free_bytes / (rose_executor_kv_capacity_bytes > 0)"),
         ),
         Panel(
             "Turns held",
-            "The mean executor, and the one with most.",
+            "Turns at an executor: the mean, and the most.",
             "short",
             mean_and_worst("rose_executor_held_turns"),
         ),
         Panel(
             "How attempts ended",
-            "By outcome; what was dropped was meant for another start, or came under an older claim.",
+            "Attempts by outcome. Dropped dispatches were for another incarnation, or had an older fencing token.",
             "ops",
             rate_by("outcome", "rose_executor_turns_total"),
         ),
         Panel(
             "Executors",
-            "By standing: stale ones have not proven the current version, gone ones are silent.",
+            "Executors by status: stale executors have not proven the current version, gone executors are silent.",
             "short",
             {"{{standing}}": "sum by (standing) (rose_router_executors)"},
         ),
         Panel(
             "A step of an environment",
-            "Its own time. What is long here keeps trajectories from asking.",
+            "Time of a step itself. Long steps delay the next turn of a trajectory.",
             "s",
             quantiles("rose_environment_step_seconds"),
         ),
         Panel(
             "Trajectories",
-            "Open, and the environments that live for them.",
+            "Open trajectories, and the environments that are held for them.",
             "short",
             {
                 "open": "sum(rose_environment_trajectories)",
@@ -229,7 +229,7 @@ ROLLOUT = Dashboard(
         ),
         Panel(
             "How trajectories end",
-            "By ending; failed ones are the infrastructure's fault.",
+            "Trajectories by ending. Failed trajectories are failures of infrastructure or environment.",
             "ops",
             rate_by("ending", "rose_environment_trajectories_ended_total"),
         ),
@@ -243,7 +243,7 @@ WEIGHTS = Dashboard(
     [
         Panel(
             "Where a step's time goes",
-            "Waiting for a batch says that rollouts are too slow, waiting for the policy that publishing is.",
+            "Long waits for a batch: rollouts are too slow. Long waits for the policy: publishing is too slow.",
             "s",
             {
                 "waiting for the batch": each_mean("rose_trainer_batch_wait_seconds"),
@@ -254,14 +254,14 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Reward and success",
-            "Of the latest step.",
+            "Reward and success in the latest step.",
             "short",
             {"reward": "rose_trainer_reward_mean", "success": "rose_trainer_success_ratio"},
         ),
         Panel(
             "Drift of logprobs",
-            "Trainer against engine, a token. It grows with staleness; without any it says that the two compute "
-            "different models.",
+            "Difference per token between trainer and engine. It grows with staleness. Without staleness it means that "
+            "the two compute different models.",
             "short",
             {
                 "KL, nats": "rose_trainer_behaviour_kl_nats",
@@ -270,13 +270,13 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Staleness",
-            "In versions, of what the latest step was trained on.",
+            "Age, in versions, of the samples of the latest step.",
             "short",
             {"mean": "rose_trainer_staleness_versions", "worst": "rose_trainer_staleness_max_versions"},
         ),
         Panel(
             "Gradient",
-            "Its norm, the share of clipped tokens, and minibatches of five minutes skipped for not being finite.",
+            "Norm, share of clipped tokens, and minibatches of five minutes that were skipped as not finite.",
             "short",
             {
                 "norm": "rose_trainer_gradient_norm",
@@ -286,7 +286,7 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Versions behind",
-            "Engines, behind the newest on the log: the mean, and the worst.",
+            "Versions that engines are behind the newest version on the log: the mean, and the worst.",
             "short",
             mean_and_worst(
                 "max by (job) (rose_trainer_policy_version) "
@@ -295,25 +295,25 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Publishing a version",
-            "Encoding and storing its chunks.",
+            "Time to encode and store the chunks of a version.",
             "s",
             quantiles("rose_weights_publish_seconds"),
         ),
         Panel(
             "Receiving a version",
-            "Fetching, decoding and verifying: the mean of all receivers, and that of the slowest.",
+            "Time to fetch, decode and verify a version: the mean of all receivers, and of the slowest receiver.",
             "s",
             mean_and_worst(each_mean("rose_weights_receive_seconds")),
         ),
         Panel(
             "The pause for a version",
-            "An engine computes nothing meanwhile.",
+            "Time in which an engine computes nothing while it activates a version.",
             "s",
             mean_and_worst(each_mean("rose_executor_swap_seconds")),
         ),
         Panel(
             "Bytes of weights",
-            "Published, what they stand for, and what all receivers read.",
+            "Bytes published, the size of the same versions without encoding, and the bytes that all receivers read.",
             "Bps",
             {
                 "published": f"sum(rate(rose_weights_published_bytes_total[{RATE}]))",
@@ -323,7 +323,7 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Versions refused",
-            "By reason, and by engines that could not take what was staged. Any is worth a look.",
+            "Versions refused by receivers, by reason, and staged versions refused by engines. Look at each refusal.",
             "short",
             {
                 "{{reason}}": "sum by (reason) (increase(rose_weights_refused_total[5m]))",
@@ -340,23 +340,26 @@ BUS = Dashboard(
     [
         Panel(
             "Records written",
-            "By topic, as the broker stored them.",
+            "Records that the broker has stored, by topic.",
             "ops",
             rate_by("topic", "rose_bus_written_records_total"),
         ),
         Panel(
-            "Records read", "By topic, of all readers together.", "ops", rate_by("topic", "rose_bus_read_records_total")
+            "Records read",
+            "Records that all readers have read, by topic.",
+            "ops",
+            rate_by("topic", "rose_bus_read_records_total"),
         ),
         Panel(
             "Dead letters",
-            "In five minutes, by topic: `rose dlq list` says which and why.",
+            "Dead letters within five minutes, by topic. `rose dlq list` lists them with reasons.",
             "short",
             {"{{topic}}": "sum by (topic) (increase(rose_bus_dead_letters_total[5m]))"},
         ),
         Panel(
             "Ledger",
-            "What became of all that was opened, since these processes began. What is not settled is in flight; "
-            "`rose audit` proves it from the log.",
+            "Opened trajectories and outcomes since these processes started. A trajectory without an outcome is in "
+            "flight. `rose audit` proves the balance from the log.",
             "short",
             {
                 "opened": "sum(rose_environment_trajectories_opened_total)",
@@ -365,7 +368,7 @@ BUS = Dashboard(
         ),
         Panel(
             "Samples",
-            "That the trainer read, by what was done with them, and those that wait for their group.",
+            "Samples that the trainer read, by what it did with them, and samples that wait for their group.",
             "short",
             {
                 "{{taken}}": f"sum by (taken) (rate(rose_trainer_samples_total[{RATE}]))",
@@ -374,19 +377,19 @@ BUS = Dashboard(
         ),
         Panel(
             "Transactions of environment workers",
-            "From begin to commit: the mean worker, and the slowest.",
+            "Time from begin to commit: the mean of all workers, and of the slowest worker.",
             "s",
             mean_and_worst(each_mean("rose_environment_transaction_seconds")),
         ),
         Panel(
             "Deciding on a batch of records",
-            "In the router.",
+            "Time in which the router decides on one batch.",
             "s",
             quantiles("rose_router_batch_seconds"),
         ),
         Panel(
             "Results that did not count",
-            "Late and doubled ones are fenced off; those of preempted turns are the router's.",
+            "Late and duplicate results are dropped. Results of preempted turns are for the router.",
             "ops",
             {
                 "{{reason}}": f"sum by (reason) (rate(rose_environment_results_dropped_total[{RATE}]))",
@@ -396,19 +399,19 @@ BUS = Dashboard(
         ),
         Panel(
             "Recoveries",
-            "Times that homes were built again from the log: at each start and whenever they move.",
+            "Recoveries of homes from the log, at each start of a worker and whenever homes move.",
             "short",
             {"recoveries": "sum(increase(rose_environment_recoveries_total[5m]))"},
         ),
         Panel(
             "Who is there",
-            "Homes with an environment worker, and routers that serve: one.",
+            "Homes with an environment worker, and cells with a router.",
             "short",
-            {"homes": "sum(rose_environment_homes)", "routers": "sum(rose_router_serves)"},
+            {"homes": "sum(rose_environment_homes)", "cells": "sum(rose_router_serves)"},
         ),
         Panel(
             "Clocks",
-            "How far the clock of an executor is from the router's.",
+            "Largest difference between the clock of an executor and the router's clock.",
             "s",
             {"worst": "max(abs(rose_router_clock_behind_seconds))"},
         ),

@@ -14,7 +14,7 @@ RATE = "$__rate_interval"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture."""
+    """A panel of a dashboard."""
 
     title: str
     sentence: str
@@ -29,7 +29,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One page."""
+    """A dashboard: panels on one page."""
 
     name: str
     """Name of the file; the dashboard's id is `rose-` and this name."""
@@ -39,27 +39,27 @@ class Dashboard:
 
 LENDER = "a lending server"
 CONTROL = f"{LENDER} and a control app"
-SCRAPED = f"{LENDER} with users, which is scraped too"
+SCRAPED = f"{LENDER} with users, whose own metrics are scraped too"
 
 
 def mean_and_worst(query: str, *, worst: str = "max") -> dict[str, str]:
-    """The mean of a fleet and its worst."""
+    """The mean of a fleet, and its worst member."""
     return {"mean": f"avg({query})", "worst": f"{worst}({query})"}
 
 
 def quantiles(histogram: str) -> dict[str, str]:
-    """Median and the slowest in a hundred, of all processes."""
+    """The median and the 99th percentile over all processes."""
     buckets = f"sum by (le) (rate({histogram}_bucket[{RATE}]))"
     return {"p50": f"histogram_quantile(0.5, {buckets})", "p99": f"histogram_quantile(0.99, {buckets})"}
 
 
 def each_mean(histogram: str) -> str:
-    """The mean of what a histogram observed, of each process in which there was anything."""
+    """The mean of the observations of a histogram, for each process that made any."""
     return f"rate({histogram}_sum[{RATE}]) / (rate({histogram}_count[{RATE}]) > 0)"
 
 
 def rate_by(label: str, counter: str) -> dict[str, str]:
-    """How fast a counter grows, by a label."""
+    """The growth of a counter per second, by a label."""
     return {f"{{{{{label}}}}}": f"sum by ({label}) (rate({counter}[{RATE}]))"}
 
 
@@ -73,7 +73,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 class UnknownMetric(ValueError):
-    """A query asks for what nothing exports."""
+    """A query uses a metric that no process exports."""
 
 
 def names_in(query: str) -> set[str]:
@@ -82,7 +82,7 @@ def names_in(query: str) -> set[str]:
 
 
 def filter_by_job(query: str, known: Collection[str]) -> str:
-    """The query, of the jobs that the reader chose. Raises UnknownMetric.
+    """The query, restricted to the jobs that the reader chose. Raises UnknownMetric.
 
     Example: `rate(rose_x_total{kind="a"}[5m])` -> `rate(rose_x_total{job=~"$job",kind="a"}[5m])`.
     """
@@ -109,7 +109,7 @@ def as_json(dashboard: Dashboard, known: Collection[str]) -> dict[str, Any]:
 
 def _panel(number: int, panel: Panel, known: Collection[str]) -> dict[str, Any]:
     row, column = divmod(number, COLUMNS)
-    needs = f" Shows something where there is {panel.needs}." if panel.needs else ""
+    needs = f" Needs {panel.needs}." if panel.needs else ""
     return {
         "id": number + 1,
         "type": "timeseries",

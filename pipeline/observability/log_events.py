@@ -137,14 +137,16 @@ MEANINGS = {
         "stop file keeps the restarted server from lending.",
         "Report the stacks, then delete `stop_file` to lend again.",
     ),
-    "guest_parameters_loaded": Meaning("Number of the guest's parameters on each tensor-parallel rank."),
+    "guest_parameters_loaded": Meaning(
+        "The guest has loaded its parameters; `rank_parameters` counts them on each rank."
+    ),
     "guest_suspended": Meaning("The guest has returned its turns and its memory; `reason` says why."),
     "homes_recovered": Meaning("The environment worker has rebuilt its homes from the log."),
     "http_engine_failed": Meaning(
         "An unexpected error ended the client of the endpoint; the lender restarts.", "Report the traceback."
     ),
     "idle_capacity_observed": Meaning(
-        "What an observed server could have lent since it was observed.",
+        "The capacity that an observed server could have lent so far.",
         more_fields=("observed", "idle", "stretches", "serving_kv_most", "stretch_p*"),
     ),
     "inbox_changed": Meaning("The executor has moved to an inbox of another cell."),
@@ -167,7 +169,9 @@ MEANINGS = {
     "load_started": Meaning("The load generator starts to send requests."),
     "move_granted": Meaning("The control app tells a worker to move to another cell."),
     "observation_enabled": Meaning("The server is observed and lends nothing."),
-    "offsets_held_back": Meaning("The broker holds committed offsets back because of a transaction; it is ended."),
+    "offsets_held_back": Meaning(
+        "The broker holds committed offsets back because of a transaction; the process ends it."
+    ),
     "offsets_not_committed": Meaning(
         "Offsets were not committed. The process continues; a restart reads more.", "Check that the broker answers."
     ),
@@ -186,9 +190,9 @@ MEANINGS = {
         "Mend the prompt and send it back with `rose dlq retry`.",
     ),
     "reader_restarting": Meaning("A background reader failed; it reads again after a pause.", WATCH),
-    "records_deleted": Meaning("Records that nobody needs any more were deleted; `begins` are the first offsets left."),
+    "records_deleted": Meaning("Old records that are not needed were deleted; `begins` are the first offsets left."),
     "records_not_deleted": Meaning(
-        "Records that nobody needs any more could not be deleted; tried again later.", WATCH
+        "Old records that are not needed could not be deleted; the process tries again later.", WATCH
     ),
     "request_failed": Meaning("A request of the load generator failed."),
     "restarting": Meaning(
@@ -268,7 +272,7 @@ ROLES = (
     ("workers/weights/", TRAINER),
     ("workers/loadgen/", "Load generator"),
 )
-"""Whose events the modules with a path of this beginning log, in the order of the page; the first that fits counts."""
+"""Role by the beginning of a module's path, in the order of the page; the first match counts."""
 
 LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
 """Level by method of a logger."""

@@ -149,7 +149,7 @@ def _parameters(parameters: list[Any]) -> str:
 
 
 def _parameter_text(parameter: Any) -> str:
-    """How a parameter is written: names and placeholder."""
+    """Return a parameter as it is written: names and placeholder."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar or parameter.name.upper())
     names = "/".join((*parameter.opts, *parameter.secondary_opts))
@@ -320,7 +320,7 @@ The fields of the records are in [asyncapi.json](../asyncapi.json), which `rose 
 - Producers and consumers are the roles of `rose topics acl`. `executor` stands for lenders too, `view` for the commands
   that only read, and `operator` for the commands that change a run."""
 
-DELETED = "until its readers need the record no more"
+DELETED = "until no reader needs the record"
 """Retention of topics from which time deletes nothing."""
 
 PERIODS = ((DAY, "day"), (HOUR, "hour"), (MINUTE, "minute"))
@@ -398,9 +398,9 @@ class Source:
 
     module: str
     role: str
-    """Which processes export them, unless `roles` says otherwise."""
+    """The processes that export the metrics, except metrics in `roles`."""
     roles: tuple[tuple[str, str], ...] = ()
-    """Beginnings of names, and whose those are."""
+    """Pairs of a beginning of names and the processes that export metrics with such names."""
 
 
 SOURCES = (
@@ -418,7 +418,7 @@ SOURCES = (
     Source("rose.workers.trainer.metrics", "trainer"),
     Source("rose.workers.weights.publish", "trainer"),
 )
-"""All there are, in the order in which they are shown."""
+"""All modules that declare metrics, in the order of the page."""
 
 
 SERVERS = (
@@ -430,7 +430,7 @@ SERVERS = (
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row."""
+    """A metric: one row of the page."""
 
     name: str
     """Name in queries; for a histogram without `_bucket`, `_sum` and `_count`."""
@@ -454,7 +454,7 @@ class Metric:
 
 
 def metrics() -> list[Metric]:
-    """Every metric of ROSE's own. Imports all that declares any."""
+    """Every metric of ROSE. Imports the modules that declare metrics."""
     found: dict[str, Metric] = {}
     for source in SOURCES:
         for family, labels in _declared_metrics(import_module(source.module)):
@@ -481,7 +481,7 @@ def _declared_metrics(module: ModuleType) -> Iterator[tuple[Family, tuple[str, .
 
 
 def _metric_labels(declared: object) -> tuple[str, ...]:
-    return tuple(getattr(declared, "_labelnames", ()))  # the client has no public word for them
+    return tuple(getattr(declared, "_labelnames", ()))  # prometheus_client has no public name for them
 
 
 def metrics_page(metrics_found: Sequence[Metric]) -> str:
@@ -513,7 +513,7 @@ METRICS_INTRODUCTION = """Every process serves Prometheus metrics on its own por
 | trainer | `metrics.trainer` |
 | router, control app, environment worker, executor or lender *n* | the port of its kind, plus *n* |
 
-The metrics of a lender come from its sidecar. The server's own `/metrics` says how its users fare.
+The metrics of a lender come from its sidecar. The server's own `/metrics` has the latencies of its users.
 
 - A histogram has `_bucket`, `_sum` and `_count`.
 - A counter restarts at 0 with its process: use `rate` or `increase`. Counters with known labels begin at 0.

@@ -1,4 +1,4 @@
-"""Where a trajectory or a group is, and why, in one sentence.
+"""One sentence that says where a trajectory or a group is, and why.
 
 Keeps true: the sentence describes the first step that is missing on the log, and infers no reason that the log does not
 give.

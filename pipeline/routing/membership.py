@@ -112,7 +112,7 @@ class RouterMembership:
                     self._set_cells([], renew=True)
                 else:
                     self.rejoin()  # every session has timed out by now, so the rebalance may never end
-                raise OwnershipLost(f"the group has not decided within {MAX_REBALANCE_SECONDS:g} s who serves what")
+                raise OwnershipLost(f"the rebalance has not ended within {MAX_REBALANCE_SECONDS:g} s")
         if ownership is not None and ownership not in self.owned:
             raise OwnershipLost(f"another router serves cell {ownership.cell}")
 

@@ -368,7 +368,7 @@ def test_broker_without_answers_about_groups_is_unhealthy(log: Log, namespace: s
     assert silent.probe() is None
     [found] = unknown_parts(answered=False, caught_up=True, broker_error=silent.last_error)
     assert found.severity is Severity.UNWELL
-    assert found.sentence.startswith("the broker does not say who is a member of which group")
+    assert found.sentence.startswith("the broker does not list the members and offsets of the consumer groups")
     assert silent.last_error and silent.last_error in found.sentence
     [late] = unknown_parts(answered=True, caught_up=False, broker_error=None)
     assert late.severity is Severity.NOTE

@@ -149,4 +149,4 @@ def test_executor_moves_to_the_loaded_cell_and_restarts_there(
     assert set[str]().union(*counted) <= {"completed", "preempted", "refused"}
     words = [each.record for each in read_whole_topics(settings, [GRANTS]) if isinstance(each.record, CapacityGrant)]
     assert [(each.worker, each.cell) for each in words] == [(moved, 1)]
-    assert "nobody is at work there" in words[0].reason
+    assert "no executor works there" in words[0].reason

@@ -97,7 +97,7 @@ def test_run_in_a_renamed_folder_is_refused_before_another_run_is_read(
     write_configuration(load(Common()), named)
     (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "old")
     write_configuration(load(Common()), named)
-    assert "runs/old was in runs/demo, as its config.toml has it: move the folder back" in refusal(Common(run="old"))
+    assert "runs/old was in runs/demo, as its config.toml says: move the folder back" in refusal(Common(run="old"))
     assert load(Common(run="old", settings=["run.name=again"])).settings.run.name == "again"
     assert load(Common(run="demo")).run_folder == Path("runs/demo")
     assert load(Common(run=str(tmp_path / "runs" / "demo"))).run_folder == Path("runs/demo")

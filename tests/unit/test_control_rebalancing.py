@@ -132,7 +132,7 @@ def simulation(*cells: tuple[int, int]) -> RebalancingSimulation:
 def test_cell_with_work_and_no_executor_soon_gets_a_fair_share() -> None:
     cell_grants = simulation((3, 2), (5, 0)).seconds(SETTLE_SECONDS + UNSERVED_SECONDS + 2)
     assert [(each.worker, each.cell) for each in cell_grants] == [("w01", 1)], "who holds least"
-    assert "nobody is at work there" in cell_grants[0].reason
+    assert "no executor works there" in cell_grants[0].reason
     settled = simulation((3, 2), (5, 0))
     assert len(settled.seconds(200)) == 1 and len(settled.at(0)) == len(settled.at(1)) == 1
 
@@ -165,7 +165,7 @@ def test_moving_executor_counts_in_its_target_and_may_be_called_back() -> None:
     del slow.executors["w00"]
     back = slow.second()
     assert back is not None and (back.worker, back.cell) == ("w01", 0)
-    assert "has work and nobody else" in back.reason
+    assert "has work and no other executor" in back.reason
     assert not slow.seconds(100)
 
 

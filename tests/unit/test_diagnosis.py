@@ -79,8 +79,8 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
         ({"environment_workers": 0}, "no environment worker is there"),
         (
             {"foreign_clients": ("my-etl",)},
-            "my-etl in the consumer group of the environment workers is another program and takes homes from them: "
-            "give it another group.id",
+            "the consumer group of the environment workers has members that are other programs and take homes: "
+            "my-etl; give them another group.id",
         ),
         ({"homes_owned": 5}, "3 of 8 homes have no environment worker"),
         ({"results_waiting": 4}, "4 results wait for an environment worker, and none was applied for 12 s"),
@@ -145,7 +145,7 @@ def test_prompts_behind_an_open_transaction_are_named_and_finally_unhealthy() ->
     held = {"held_homes": (1, 4), "prompts_waiting": 0}
     assert diagnosis_of(**held, held_seconds=9.0) == ([], None), "its producer may be about to end it"
     [sentence] = diagnosis_of(**held, held_seconds=10.0)[0]
-    assert "nobody can read the prompts of homes 1, 4, which lie behind a transaction that is open" in sentence
+    assert "the prompts of homes 1, 4 cannot be read, because they lie behind an open transaction" in sentence
 
 
 def test_version_without_executor_does_not_block_turns() -> None:
