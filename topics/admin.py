@@ -440,7 +440,7 @@ def delete_before(settings: BusSettings, needed: Mapping[Place, int], *, client_
                 deleted.result()
             except KafkaException as error:
                 right = f"Delete on topic {partition.topic}"
-                raise BusError("deleting what nobody needs any more", error.args[0], right) from error
+                raise BusError("deleting records that are not needed any more", error.args[0], right) from error
     return before
 
 
