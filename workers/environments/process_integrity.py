@@ -81,7 +81,7 @@ class ProcessIntegrity:
     """Process state that environments share, as it was at the start."""
 
     def __init__(self, give_up: Callable[[str], None], *, most: int) -> None:
-        """`give_up` is called with the change that was found, and returns if the process may go on.
+        """`give_up` is called with the change that was found; it ends the process.
 
         `most`: threads and child processes that the process may have above those of now.
         """
