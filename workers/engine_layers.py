@@ -1,4 +1,4 @@
-"""Replacements for layers of transformers that compute something else than vLLM's layers for the same configuration.
+"""Replacements for layers that transformers computes differently from vLLM for the same configuration.
 
 The trainer and the weights proof use them, so that they compute what the engine samples from.
 
@@ -35,10 +35,10 @@ class BfloatXIELU(torch.nn.Module):
 
 
 def replace_unlike_layers(model: Any) -> None:
-    """Replace, in place, the layers of a transformers model that compute something else than vLLM's."""
+    """Replace, in place, the layers of a transformers model that vLLM computes differently."""
     kind = model.config.model_type
     for module in model.modules():
-        if hasattr(module, LIMIT):  # transformers keeps to a limit of config.json, vLLM knows none
+        if hasattr(module, LIMIT):  # transformers applies the limit of config.json, vLLM none
             setattr(module, LIMIT, (0.0, inf))
     if kind == "apertus":
         for layer in model.model.layers:

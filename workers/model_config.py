@@ -99,7 +99,7 @@ ENGINE_ALONE: dict[str, dict[str, tuple[Any, ...]]] = {
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     "gemma": {"hidden_activation": ("gelu_pytorch_tanh", None)},
 }
-"""Fields that transformers does not read, with the values for which vLLM computes the same; None: no such field."""
+"""Fields that transformers does not read, with the values for which vLLM computes the same; None: without the field."""
 
 ENGINE_FIELDS = {
     **{"logit_scale": 1, ATTENTION_BIAS: False, MLP_BIAS: False, "bias": False, "qkv_bias": False, "qk_norm": False},
@@ -124,8 +124,8 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
     """Check the content of a folder's config.json. Raises ConfigRefused if trainer and engine would not agree."""
     if config.get("auto_map") and not _type_known(config):
         raise ConfigRefused(
-            f"{folder}/{CONFIG} asks for code of its own (auto_map), which is never run, as transformers does not know "
-            f"the type {config.get('model_type')}: begin with a model of a type that transformers and vLLM know"
+            f"{folder}/{CONFIG} asks for code of its own (auto_map), which is never run, and transformers does not "
+            f"know the type {config.get('model_type')}: begin with a model of a type that transformers and vLLM know"
         )
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         raise ConfigRefused(f"{folder}/{CONFIG} lets a token see what comes after it: such a model cannot be sampled")
@@ -147,7 +147,7 @@ def check_agreement(folder: Path, config: Mapping[str, Any]) -> None:
         if (value := config.get(name)) not in known:
             raise ConfigRefused(
                 f"{folder}/{CONFIG} has {name} {json.dumps(value)}, which vLLM reads and transformers, for a "
-                f"{config['model_type']}, takes for {json.dumps(known[0])}: write that"
+                f"{config['model_type']}, takes for {json.dumps(known[0])}: write {name} {json.dumps(known[0])}"
             )
     for name, none in ENGINE_FIELDS.items():
         if config.get(name) not in (None, none) and not _known(config, name):
@@ -206,7 +206,7 @@ def _check_angles(folder: Path, config: Mapping[str, Any]) -> None:
         if kind == "linear" and not isinstance(angles.get("factor"), float):  # vLLM takes a list or a float
             raise ConfigRefused(
                 f"{folder}/{CONFIG} has the factor {json.dumps(angles.get('factor'))} for rope_type linear: write it "
-                "with a decimal point, as 2.0"
+                "with a decimal point, such as 2.0"
             )
         if kind == "dynamic" and not (config.get("model_type") in ALPHA and angles.get("alpha")):
             raise ConfigRefused(

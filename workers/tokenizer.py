@@ -9,8 +9,9 @@ Keeps true
   `added_tokens.json`.
 - Tokens that only the other files of the folder define are added as transformers adds them. An added token has the id
   that the files give; the library `tokenizers` alone would assign new numbers, without an error.
-- A folder whose texts transformers' AutoTokenizer reads otherwise is refused. transformers takes some settings from
-  `tokenizer_config.json` (`add_prefix_space`, `fix_mistral_regex`), and builds some tokenizers with its own code.
+- `check_reading` refuses a folder if transformers' AutoTokenizer makes other tokens of a text. transformers takes some
+  settings from `tokenizer_config.json` (`add_prefix_space`, `fix_mistral_regex`), and builds some tokenizers with its
+  own code.
 - The vocabulary size is that of `config.json`; with several models in one configuration, that of the text model.
   `check_vocabulary` refuses a tokenizer whose tokens lie outside of the model's vocabulary.
 
@@ -155,7 +156,7 @@ PROBES = (
     *("word", " word  two ", "Word's HTTPServer camelCase", "1234567 3.14 x1", "a\n\nb \n c\t\td\r\n", "f(x)=[y];//"),
     *("caf\u00e9 cafe\u0301 \ufb01n", "\u65e5\u672c\u8a9e\u3068 \u0441\u043b\u043e\u0432\u043e", "\U0001f600!?..."),
 )
-"""Texts of which flags and pre-tokenizers make different tokens: spaces, case, digits, lines, accents and scripts."""
+"""Texts whose tokens depend on flags and pre-tokenizers: spaces, case, digits, lines, accents and scripts."""
 
 MISTRAL_FILE = "tekken.json"
 """Name of a tokenizer's file that only Mistral's own library reads."""
@@ -217,7 +218,7 @@ def load_tokenizer(file: Path, *, special: Collection[str] = (), mid_context: bo
 
 
 def marks_first(tokenizer: Any) -> bool:
-    """Whether it begins a text with a mark that the same text has not behind an added token."""
+    """Whether the tokenizer marks the first word of a text, and not the same word behind an added token."""
     steps = tokenizer.pre_tokenizer
     return steps is not None and MARKS_FIRST.search(steps.__getstate__()) is not None
 
@@ -242,7 +243,7 @@ def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:
 
 
 def _check_ids(tokenizer: Any, ids: Mapping[str, int], where: Path, *files: str) -> None:
-    """Raises TokenizerError if the tokenizer gives a token another id than the files say."""
+    """Check that tokens have the ids that the files say, by content in `ids`. Raises TokenizerError."""
     for content, number in ids.items():
         if (given := tokenizer.token_to_id(content)) != number:
             raise TokenizerError(
@@ -263,9 +264,10 @@ def _mark(tokenizer: Any, special: Collection[str]) -> None:
 
 
 def check_reading(folder: Path) -> None:
-    """Raises TokenizerError if transformers makes other tokens of a text than the folder's `tokenizer.json` says.
+    """Check that transformers makes the same tokens of PROBES and added tokens as the folder's `tokenizer.json`.
 
-    A tokenizer that transformers cannot load is passed. Imports transformers and torch.
+    A folder without the file, or whose tokenizer transformers cannot load, passes. Imports transformers and torch.
+    Raises TokenizerError.
     """
     if not (folder / TOKENIZER_FILE).is_file():
         return
@@ -275,7 +277,7 @@ def check_reading(folder: Path) -> None:
         theirs: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, mistral_format=False
         )
-    except Exception:  # noqa: BLE001 - of any type, for what only transformers needs, such as another library
+    except Exception:  # noqa: BLE001 - transformers raises any type, for example if it lacks another library
         return
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
@@ -291,7 +293,7 @@ def check_reading(folder: Path) -> None:
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
-    """Raises TokenizerError if the tokenizer can produce a token id that is not below `vocabulary`.
+    """Check that the tokenizer produces only token ids below `vocabulary`. Raises TokenizerError.
 
     Added tokens are not checked here; the caller decides which of them a text may contain.
     """

@@ -256,7 +256,7 @@ def test_folder_with_ambiguous_files_is_refused_by_trainer_and_executor(
             r"holds pytorch_model-00001-of-00002\.bin .*convert",
         ),
         (["consolidated.00.pth", "params.json"], r"holds consolidated\.00\.pth .*convert"),
-        (["consolidated.safetensors", "params.json"], r"Mistral's own format|nobody would load consolidated"),
+        (["consolidated.safetensors", "params.json"], r"Mistral's own format|would not load consolidated"),
         (["qwen-q4.gguf"], r"holds qwen-q4\.gguf .*convert"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -182,7 +182,7 @@ def test_finite_weights_with_non_finite_logprobs_are_refused(tmp_path: Path) -> 
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FolderError, match="computes logprobs that are no numbers"):
+    with pytest.raises(FolderError, match="computes logprobs that are not finite"):
         load_policy(folder)
 
 

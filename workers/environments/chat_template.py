@@ -1,9 +1,9 @@
-r"""A model folder's chat template as a turn format: what it writes around observations and actions, if it only appends.
+r"""A model folder's chat template as a turn format: the text that it writes around observations and actions.
 
 Keeps true
-- A format is taken from a template only when rendering one more turn leaves all before it as it was, in text and in
-  tokens, for several texts; reasoning that an action begins with is among them. Else one sentence says what changes.
-- White space that a template cuts off the ends of an observation is cut off its framing's observations as well.
+- A format is taken from a template only if rendering one more turn leaves all earlier text and tokens unchanged, for
+  several texts, some with actions that begin with reasoning. Otherwise one sentence says what changes.
+- White space that a template cuts off the ends of an observation is cut off by the format as well.
 - A template gets the variables that transformers passes, except the date (see `template_rendering.py`).
 
 Example (ChatML)
@@ -20,13 +20,13 @@ from rose.schemas.errors import UsageError
 from rose.workers.tokenizer import CONFIG_FILE, NAMES, TokenizerError, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""Where a folder keeps its template, if that is no field of the tokenizer's configuration."""
+"""Name of the template's file. In other folders the template is a field of the tokenizer's configuration."""
 
 BYTE_ORDER_MARK = "\ufeff"
 """Byte order mark, with which some editors begin a file."""
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Transformers' tokenizers that know no special token besides those that the folder names."""
+"""Tokenizer classes of transformers without special tokens other than those that the folder names."""
 
 TURNS = 3
 """Observations of the longest conversation that is looked at."""
@@ -223,7 +223,7 @@ def read_template(folder: Path) -> str | None:
 
 
 def reading(read: Callable[Given, Read], *given: Given.args, **named: Given.kwargs) -> Read:
-    """Return what `function` reads of the folder. Raises TurnFormatError for a file that cannot be read."""
+    """Call `read` and return its result. Raises TurnFormatError for a file that cannot be read."""
     try:
         return read(*given, **named)
     except TokenizerError as error:

@@ -1,10 +1,11 @@
 r"""Gymnasium environments with discrete actions as text, shown with FrozenLake.
 
 Keeps true
-- An action is one word of the environment's `words`, or `MALFORMED` comes back and the turn is spent.
+- An action is one word of the environment's `words`; after another action the observation is MALFORMED, and the turn
+  counts.
 - A snapshot is the seed, the arguments and the actions so far; restoring plays them again. That is exact for every
   environment that depends on nothing but its seed, slippery ones too, and costs one pass through the actions.
-- A task ends after `turn_limit` turns, whatever the environment thinks of that.
+- A task ends after `turn_limit` turns, whether or not the environment ends it.
 
 Example: a 3x3 lake; the player is P, holes are H, the goal is G
     observation `PFF\nHFF\nFFG`
@@ -23,7 +24,7 @@ from rose.schemas.errors import UsageError
 from rose.workers.environments.protocol import EnvironmentArgumentError, JsonValue, LifeCycleError, SnapshotError, Step
 
 MALFORMED = "?"
-"""Observation after an action that is none of the words."""
+"""Observation after an action that is not in `words`."""
 
 MOST_TURNS = 4096
 """Bounds the actions that a snapshot may ask to play again."""
@@ -54,10 +55,10 @@ class GymnasiumText(ABC):
 
     @abstractmethod
     def make(self, seed: int, arguments: Mapping[str, JsonValue]) -> Any:
-        """The `gymnasium.Env` of this task. Raises EnvironmentArgumentError."""
+        """Make the `gymnasium.Env` of this task. Raises EnvironmentArgumentError."""
 
     def describe(self, env: Any, observation: Any) -> str:
-        """Text that the policy reads."""
+        """Return the text of an observation, which the policy reads."""
         return str(observation)
 
     def solved(self, reward: float) -> bool:

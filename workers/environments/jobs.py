@@ -1,10 +1,10 @@
-"""Jobs for environments, their results, and the interface of runners, with signs of life.
+"""Jobs for environments, their results, and the interface of runners, with counters that show their progress.
 
 Keeps true
-- Jobs and results go by value, so they may cross from one process to another. What a process wrote is checked against
-  the fields of a job or of a result before any other code sees it.
-- The signs of life of a runner lie in memory that its process shares with the worker: they can be read whatever blocks
-  that process, and after whatever has ended it.
+- Jobs and results are passed by value, so they may cross from one process to another. A message of a process is checked
+  against the fields of a job or of a result before other code reads it.
+- The counters of a runner are in memory that its process shares with the worker: the worker can read them while the
+  process is blocked, and after the process has ended.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One task for one trajectory's environment."""
+    """A reset or a step of one trajectory's environment."""
 
     generation: int
     """Generation of the homes that the job is done for."""
@@ -87,10 +87,10 @@ class RunnerLimits:
     timeout_seconds: float
     """Longest time that a job may take."""
     max_context_tokens: int
-    """Longest context; an observation that cannot fit is not encoded to its end."""
+    """Longest context; an observation that cannot fit may be encoded only in part."""
     max_runners: int = 4
-    """Most runners of one kind of environments at once: one for all jobs, and further ones while that one has a
-    problem."""
+    """Most runners of one kind of environments at once: one runner for all jobs, and further runners while that runner
+    has a problem."""
 
 
 class Runner(Protocol):
@@ -100,7 +100,7 @@ class Runner(Protocol):
     """
 
     killable: bool
-    """Whether nothing of an abandoned runner remains."""
+    """Whether `kill` ends the runner whatever blocks it: true for a process, false for a thread."""
 
     @property
     def heartbeats(self) -> int:
@@ -124,7 +124,7 @@ class Runner(Protocol):
 
     @property
     def load_error(self) -> str | None:
-        """Why there is no such environment; None unless the runner ended for that reason."""
+        """Why the runner could not begin, for example because the environment does not exist; None otherwise."""
         ...
 
     @property
@@ -185,11 +185,11 @@ def decode_as(kinds: dict[str, type[T]], name: str, fields: object) -> T:
 
 
 StatusCounters = MutableSequence[int]
-"""One number at each of the places below."""
+"""Counters of a runner, by the indices below."""
 
 BEATS, LIVE, STUCK, RUNNING = range(4)
-"""RUNNING: 0 while no job's code runs; 1 more than the number of a job while that does, also when it ends the process.
-"""
+"""Indices of StatusCounters. RUNNING: 0 while no job's code runs, otherwise the number of the job plus 1. The number
+remains if the process ends while a job's code runs."""
 
 COUNTERS = 4
 
@@ -197,7 +197,7 @@ COUNTERS_BYTES = COUNTERS * 8
 
 
 class NoOwner:
-    """Stands for the job of code that is no environment's."""
+    """Stands for the job of code that is not an environment's."""
 
 
 NO_OWNER = NoOwner()
@@ -207,17 +207,17 @@ OWNER: ContextVar[Job | NoOwner | None] = ContextVar("owner", default=NO_OWNER)
 
 
 def map_counters(shared: int) -> StatusCounters:
-    """The signs of life in this shared memory, whose descriptor is closed."""
+    """Map the counters in shared memory. `shared`: descriptor of the memory, which is closed."""
     memory = mmap.mmap(shared, COUNTERS_BYTES)
     os.close(shared)
     return cast("StatusCounters", memoryview(memory).cast("q"))
 
 
 class TrackedCall(Coroutine[Any, Any, T]):
-    """Code of an environment in a task of its own. The job is named in the signs of life whenever the code runs.
+    """Code of an environment in a task of its own. The counter RUNNING names the job whenever the code runs.
 
-    `look` is called with false before that and with true after it, while it is still named. Where `has_left` is true
-    the code is cancelled instead.
+    `look` is called with False before each run of the code, and with True after it, while RUNNING still names the job.
+    If `has_left` returns true, the code is cancelled instead of run.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class TrackedCall(Coroutine[Any, Any, T]):
         self._code.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what libraries look up of a task's coroutine, such as `cr_frame` and `cr_running`."""
+        """Return an attribute of the coroutine. Libraries read some of a task's coroutine, such as `cr_frame`."""
         return getattr(self._code, name)
 
     def __await__(self) -> Generator[Any, Any, T]:
@@ -264,4 +264,4 @@ class TrackedCall(Coroutine[Any, Any, T]):
             return code(*given)
         finally:
             self._look(True)
-            self._signs[RUNNING] = outer  # of a loop that runs within another's
+            self._signs[RUNNING] = outer  # an event loop may run within a task of another loop

@@ -27,7 +27,7 @@ from rose.workers.environments.worker import EnvironmentWorker
 from rose.workers.import_path import with_import_paths
 
 EXIT_SECONDS = 5.0
-"""How long the process may take to end once this worker has."""
+"""Time that the process may take to end after the worker has ended."""
 
 log = structlog.get_logger()
 
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, name: str, stop: threading.Event) -> None:
     """Run until `stop` is set; being killed at any moment loses nothing.
 
-    `name` is the worker's own for ever: one that starts again under it goes on where it was.
+    `name` identifies the worker: a worker that starts again under the same name continues.
     Raises UsageError for a broken model folder or environment, BrokerUnreachable, TopicMissing, BusError, and
     WorkerFenced when another worker takes the name.
     """
@@ -104,8 +104,9 @@ def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerL
 def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event) -> Callable[[str], None]:
     """Return a check that refuses names other than built-in ones and those of the configuration.
 
-    A prompt comes from the bus, and importing what it names would run code that its sender chose. A user's own that run
-    in processes are imported there alone. Raises UsageError for a name of the config that leads to none.
+    A prompt comes from the bus: importing any name in a prompt would run code that the sender of the prompt chose.
+    Environments of the configuration that run in processes are imported only there. Raises UsageError for a name of the
+    configuration that cannot be loaded.
     """
     own = dict.fromkeys(config.environments)
     runners = {name: _warm_up(stage, name) for name in own if _in_process(config, name)}
@@ -116,9 +117,9 @@ def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event
     for name, runner in runners.items():
         while not (runner.ready or runner.exit_reason or stop.wait(LOOK_SECONDS)):
             if time.monotonic() > deadline:
-                raise UnknownEnvironment(f"environment {name!r}: to import it takes longer than {BEGIN_SECONDS:g} s")
+                raise UnknownEnvironment(f"environment {name!r}: its import takes longer than {BEGIN_SECONDS:g} s")
         if runner.exit_reason:
-            how = f"to import it ends the process, which{runner.exit_reason}: mend that module"
+            how = f"its import ends the process, which{runner.exit_reason}: correct the module"
             raise UnknownEnvironment(runner.load_error or f"environment {name!r}: {how}")
 
     @functools.cache

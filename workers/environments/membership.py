@@ -1,10 +1,11 @@
-"""Membership in the consumer group of environment workers, which assigns the homes, and its end.
+"""Membership in the consumer group that assigns homes to environment workers, and how a worker recovers from errors.
 
 Keeps true
 - While `rebalanced` is false, `homes` are the homes that the group has assigned. A change of the assignment, or an
   error that the worker meets, sets `rebalanced`; the worker then builds its state again.
 - While leaders and coordinators move, or after the worker itself was frozen, the worker recovers from the log.
-- Beside a member that does not read both topics, i.e. another program, the worker owns no homes and waits.
+- While a member of the group does not read both topics (another program), a worker whose partitions of the two topics
+  differ owns no homes and waits.
 - The worker ends if only a person can correct the cause: another worker of its name, a missing topic, missing rights.
 """
 
@@ -70,7 +71,7 @@ class Membership:
         self.homes: list[int] = []
         self.rebalanced = False
         self._halves_differ = False
-        """Whether the last assignment has other partitions of the prompts than of the results."""
+        """Whether the last assignment has different partitions of prompts and results, for a reason not yet logged."""
         self._explains_at = 0.0
         """When the reason is looked for; monotonic seconds."""
 
@@ -79,7 +80,10 @@ class Membership:
         self.reader.subscribe([PROMPTS, COMPLETED], on_assigned=self._on_assigned, on_revoked=self._on_revoked)
 
     def read(self, limit: int, timeout_seconds: float) -> list[Item]:
-        """The next items of the homes' prompts and results. Raises WorkerFenced, TopicMissing or BusError."""
+        """Return the next items of the homes' prompts and results.
+
+        Raises WorkerFenced, TopicMissing, BusError, or what `_explain_halves` raises.
+        """
         try:
             items = self.reader.read(limit, timeout_seconds)
             if self._halves_differ and time.monotonic() >= self._explains_at:
@@ -108,10 +112,11 @@ class Membership:
         return {}  # reading begins once the homes are recovered
 
     def _explain_halves(self) -> None:
-        """Log which other programs are members. Without any, one topic was missing at the assignment: join again.
+        """Log a warning that names the clients of other programs in the group, or join again if there are none.
 
-        Uses a client of its own, because the reader's queries poll the group. Raises RoseError if the topics have
-        different numbers of partitions, TopicMissing or BusError.
+        Without other programs one of the topics was missing at the assignment. Uses a client of its own, because the
+        reader's queries poll the group. Raises RoseError if the topics have different numbers of partitions;
+        TopicMissing or BusError.
         """
         client = new_client(AdminClient, self._settings.client(f"{CLIENT_PREFIX}{self._name}-admin"))
         if len({partition_count(client, self._settings.topic(topic)) for topic in (PROMPTS, COMPLETED)}) > 1:
@@ -134,7 +139,7 @@ class Membership:
 
 
 RECOVERABLE = (BusError, TopicMissing, FetchStalled, ThreadRefused)
-"""The errors that `RecoveryPolicy.on_error` takes."""
+"""Errors after which a worker may recover its homes from the log."""
 
 FIRST_WAIT_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 2.0
@@ -148,7 +153,7 @@ once in each recovery, which may take a while."""
 
 
 class RecoveryPolicy:
-    """Decides how a worker reacts to an error of the broker: recover after a growing wait, or end.
+    """Decides how a worker reacts to an error in RECOVERABLE: recover after a growing wait, or end.
 
     Remembers recent errors. `now` is monotonic seconds. Pure.
     """

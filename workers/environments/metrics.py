@@ -1,4 +1,4 @@
-"""Prometheus metrics of an environment worker. No label has more values than a page can hold."""
+"""Prometheus metrics of an environment worker. Every label has a small, fixed set of values."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

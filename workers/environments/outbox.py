@@ -1,4 +1,4 @@
-"""Commits what an environment worker has ready, in one transaction.
+"""Commits the records that an environment worker has ready, in one transaction.
 
 Keeps true
 - Requests, progress, snapshots, samples, dead letters and the offsets of the inputs that caused them are committed
@@ -85,7 +85,10 @@ def group_record(
 
 
 class Outbox:
-    """Commits the collected records. After a BusError none of them counts: fence and decide again from the log."""
+    """Commits collected records in transactions.
+
+    After an error no record of the transaction counts: fence, recover, and decide again from the log.
+    """
 
     def __init__(
         self,
@@ -122,7 +125,10 @@ class Outbox:
         again."""
 
     def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """The offsets that environment workers have committed; None where there are none. Raises BusError."""
+        """Return the offsets that environment workers have committed; None for a place without a committed offset.
+
+        Raises BusError or ThreadRefused.
+        """
         try:
             return self._writer.committed_offsets(self._reader, places, mark=OFFSETS_MARK)
         except (BusError, ThreadRefused) as error:
@@ -152,7 +158,7 @@ class Outbox:
     def commit(self, homes: Mapping[int, Home], ready: Sequence[PendingTransition]) -> list[str]:
         """Commit one transaction, if there is anything to write; returns the trajectories that have ended.
 
-        Raises BusError or TopicMissing.
+        Raises BusError, TopicMissing or ThreadRefused.
         """
         decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
         touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}

@@ -1,16 +1,15 @@
-"""Whether a process is still fit for environments, after one of them had it, and what can be put right at once.
+"""Checks that a process is still fit for environments after an environment's code ran, and repairs its event loop.
 
 Keeps true
-- What could make another trajectory come out differently without a word (a working folder, streams, functions, limits
-  that are not what they were) is reported after each run of an environment's code in the event loop, before the answer,
-  which may be wrong, is returned.
+- A change of the process that could silently change another trajectory (working folder, streams, functions, limits) is
+  reported after each run of an environment's code in the event loop, before an answer, which may be wrong, is returned.
 - The event loop is as it was whenever an environment's code begins: running, with its pool, its task factory and its
   policy.
 - A call to `asyncio.to_thread` that hangs takes its own thread and no other's: each call has a thread, and an idle
-  thread serves again. Nobody joins these threads, so a process ends whatever hangs. Calls that go on after they were
-  given up are counted.
-- A child that an environment's code has forked, and that comes back from that code, ends: no process has a twin that
-  goes on with its event loop, its jobs and its line to the worker.
+  thread serves again. These threads are never joined, so a process ends whatever hangs. Calls that continue after they
+  were abandoned are counted.
+- A child that an environment's code has forked ends once it returns from that code: no second process continues with
+  the event loop, the jobs and the connection to the worker.
 """
 
 import asyncio
@@ -43,19 +42,19 @@ SPARE_FILES = 64
 """A process that can open fewer further files than this, or than an eighth of its limit, is unfit."""
 
 MOST_LEFT, MOST_LEFT_EACH = 256, 4
-"""Threads and child processes that a process may have above those of its start, and further ones for each environment
-that may be held. A process with more is unfit."""
+"""Most threads and child processes that a process may have in addition to those at its start, and the addition for each
+environment that may be held. A process with more is unfit."""
 
 FEW_LEFT = 32
-"""A process with more above those of its start is unfit once the system starts no further thread."""
+"""A process with more additional threads and child processes than this is unfit once no further thread starts."""
 
 COUNT_PARTS, COUNT_SECONDS = 20, 1.0
-"""Counting threads and children takes one part in so many of the time at most, and is repeated at least this often."""
+"""The pause after a count of threads and children: the first number times the time of the count, at most the second."""
 
 TASKS = "/proc/self/task"
 
 MODULES: tuple[ModuleType, ...] = (builtins, os, shutil, subprocess, time, json, socket)
-"""Those whose functions guards of generated code take away."""
+"""Modules whose functions are taken away by guards against generated code."""
 
 LIMITS = {
     "address space": resource.RLIMIT_AS,
@@ -72,7 +71,7 @@ TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 HERE = "."
 
 POLICY = get_event_loop_policy()
-"""The policy says who waits for the children of every event loop, so it is no environment's to choose."""
+"""The policy chooses the child watcher of every event loop, so an environment must not replace the policy."""
 
 _stat, _getrlimit, _getitimer, _getsignal = os.stat, resource.getrlimit, signal.getitimer, signal.getsignal
 _listdir, _open = os.listdir, open
@@ -82,7 +81,7 @@ class ProcessIntegrity:
     """Process state that environments share, as it was at the start."""
 
     def __init__(self, give_up: Callable[[str], None], *, most: int) -> None:
-        """`give_up` is called with the change that was found, and returns if the process may go on.
+        """`give_up` is called with the change that was found; it ends the process.
 
         `most`: threads and child processes that the process may have above those of now.
         """
@@ -115,7 +114,7 @@ class ProcessIntegrity:
     def on_answered(self) -> None:
         """Give a changed process up once the trajectory that it was left to has been answered.
 
-        What this has put right by then nobody else has met.
+        A change that the trajectory has undone by then did not affect another trajectory.
         """
         self._change = self._change and self._changed()
         if self._change:
@@ -192,7 +191,7 @@ class _Functions:
         self._known = self._take(self._names)
 
     def gone(self) -> bool:
-        """Whether any of it can be called no more. Others in their place are taken as they are."""
+        """Whether a function was removed or replaced by a value that is not callable. Another function is accepted."""
         try:
             present = self._take(self._names)
         except KeyError:
@@ -216,10 +215,10 @@ class LoopRepair:
         self._make_task = make_task
         loop.shutdown_default_executor = _nothing  # type: ignore[method-assign]
         self.repair()
-        asyncio._set_running_loop(None)  # it has yet to run
+        asyncio._set_running_loop(None)  # the loop does not run yet
 
     def repair(self) -> None:
-        """Undo what an environment's code has done to it. Called in the loop's thread."""
+        """Undo changes that an environment's code has made to the loop. Called in the loop's thread."""
         self._loop.set_default_executor(self._pool)
         if self._loop.get_task_factory() is not self._make_task:
             self._loop.set_task_factory(self._make_task)
@@ -229,17 +228,17 @@ class LoopRepair:
 
 
 def restore_child_handling() -> None:
-    """Have the exit status of children kept, whatever a module that was imported has set. Called in the main thread."""
+    """Undo an ignored SIGCHLD, which an imported module may have set. Called in the main thread."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 async def _nothing(timeout: float | None = None) -> None:
-    """Instead of the end of a pool that others use."""
+    """Do nothing, in place of a shutdown of the pool, which all environments use."""
 
 
 def _files() -> list[tuple[int, int]]:
-    """Which directory and which files the working directory and descriptors 0 to 2 are. Raises OSError."""
+    """Return device and inode of the working directory and of descriptors 0 to 2. Raises OSError."""
     found = [_stat(HERE), fstat(0), fstat(1), fstat(2)]
     return [(file.st_dev, file.st_ino) for file in found]
 
@@ -270,7 +269,7 @@ def _height(limit: tuple[int, int]) -> float:
 
 
 def end_if_forked(home: int, error: BaseException | None = None) -> None:
-    """End this process if it is another than `home`, as a program ends by this error (0 without one)."""
+    """End this process if its id is not `home`, with the status of a program that ends by this error (0 for None)."""
     if getpid() == home:
         return
     status = 0
@@ -293,7 +292,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_KEPT = 8
-"""Threads that wait for the next call, at most."""
+"""Most threads that wait for a next call."""
 
 _getpid = os.getpid
 
@@ -309,7 +308,7 @@ class _Outcome(Future[T]):
         self._pid = _getpid()
 
     def cancel(self) -> bool:
-        """Cancel the future; a call that runs on is counted as stuck until it ends."""
+        """Cancel the future; a call that continues to run is counted as stuck until it ends."""
         cancelled = super().cancel()
         if self.running():
             self._stuck.add(self)
@@ -318,7 +317,7 @@ class _Outcome(Future[T]):
         return cancelled
 
     def run(self, call: Callable[[], T]) -> None:
-        """Make the call, in the present thread."""
+        """Make the call in the current thread."""
         if not self.set_running_or_notify_cancel():
             return
         try:
@@ -333,7 +332,7 @@ class _Outcome(Future[T]):
 
 
 class EnvironmentThreadPool(ThreadPoolExecutor):
-    """A default executor of an event loop. asyncio takes no other class than ThreadPoolExecutor for it."""
+    """A default executor of an event loop; asyncio requires a subclass of ThreadPoolExecutor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,11 +343,11 @@ class EnvironmentThreadPool(ThreadPoolExecutor):
 
     @property
     def stuck(self) -> int:
-        """Calls that go on though they were given up."""
+        """Number of calls that continue although they were abandoned."""
         return len(self._stuck)
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call the function in a thread that does nothing else meanwhile."""
+        """Call the function in a thread that makes no other call at the same time."""
         outcome = _Outcome[T](self._stuck)
         call = partial(outcome.run, partial(function, *args, **kwargs))
         with self._guard:
@@ -370,7 +369,7 @@ class EnvironmentThreadPool(ThreadPoolExecutor):
     def _serve(self, call: Call | None) -> None:
         while call is not None:
             call()
-            del call  # and all that it held
+            del call  # and the objects that it holds
             with self._guard:
                 if not 0 <= self._waiting < IDLE_KEPT:
                     return

@@ -2,8 +2,9 @@
 
 Keeps true
 - No caller waits for the process: threads read its answers and write its jobs.
-- However the process ends, `ended` is set once all its answers were read and none of its child processes is left.
-- Answers are validated: a process that sends anything else is ended.
+- However the process ends, `exit_reason` is set once all its answers were read and none of its child processes is
+  left.
+- Messages are validated: a process that sends an invalid message is killed.
 """
 
 import itertools
@@ -53,9 +54,9 @@ class ProcessRunner:
         self.ready = False
         self.exit_reason: str | None = None
         self.load_error: str | None = None
-        """Why there is no such environment, if the process could not create one."""
+        """Why the process could not begin, as the process reported it; None otherwise."""
         self._reported_reason = ""
-        """The reason for its end that the process reported."""
+        """Reason for the end of the process, as the process reported it."""
         self._answer = answer
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count()
@@ -156,25 +157,25 @@ class ProcessRunner:
         self._to_say.put(msgspec.msgpack.encode((what, detail)))
 
     def _write(self) -> None:
-        with suppress(OSError):  # it is gone, as `_receive` will find
+        with suppress(OSError):  # the process is gone, which `_receive` handles
             while (message := self._to_say.get()) is not None:
                 self._line.send_bytes(message)
 
     def _receive(self) -> None:
-        lied = ""
+        intrusion = ""
         try:
             while True:
                 self._on_message(*msgspec.msgpack.decode(self._line.recv_bytes(MAX_MESSAGE_BYTES)))
         except (EOFError, ConnectionError):
             pass
-        except Exception as error:  # noqa: BLE001 - of a process that an environment has meddled with
-            lied = f" wrote to ROSE's own line ({type(error).__name__})"
+        except Exception as error:  # noqa: BLE001 - an environment may have written to the connection
+            intrusion = f" wrote to ROSE's own line ({type(error).__name__})"
             self.kill()
         status = self._process.wait()
         self.kill()
         self._to_say.put(None)
         self._line.close()
-        self.exit_reason = lied or self._reported_reason or _ending(status)
+        self.exit_reason = intrusion or self._reported_reason or _ending(status)
 
     def _on_message(self, kind: str, *fields: Any) -> None:
         if kind == "answer":

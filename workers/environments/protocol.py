@@ -1,10 +1,10 @@
 """The interface of an environment: text out, text in, one action a turn.
 
 Keeps true
-- The same seed and arguments give the same task, for ever: a group's trajectories all start from it.
+- The same seed and arguments always give the same task: all trajectories of a group start from it.
 - Whatever a policy writes is an ordinary `Step`, malformed or not: a policy cannot crash an environment.
 - `restore(snapshot())` on a fresh instance goes on exactly as the original would have: same observations, same rewards.
-- Exceptions are for what is not the policy's doing: bad arguments, a snapshot that does not decode, infrastructure.
+- Exceptions are for causes other than the policy: bad arguments, a snapshot that does not decode, infrastructure.
 
 A life: `reset`, then `step` until `done`, then `close`. A restored life starts with `restore` instead of `reset`.
 """
@@ -35,36 +35,36 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one action."""
 
     observation: str
-    """Text that the policy reads next; of the last step, a closing remark that no policy reads."""
+    """Text that the policy reads next. No policy reads the observation of the last step."""
     reward: float
     """Reward of this step; a trajectory's reward is the sum over its steps."""
     done: bool
     success: bool | None = None
-    """Whether the task is solved; only ever true together with `done`. None: there is no such thing here."""
+    """Whether the task is solved; true only together with `done`. None: the environment has no notion of success."""
     info: dict[str, str | float | int | bool] = {}
-    """The environment's remarks so far; those of the last step travel with the sample."""
+    """Further values for people. The values of the last step are stored in the sample."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One task at a time. An instance is used by one trajectory and never by two tasks at once."""
+    """Runs one task at a time. An instance is used by one trajectory, and is never called concurrently."""
 
     async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
         """Begin the task of this seed; return the first observation. Raises EnvironmentArgumentError."""
         ...
 
     async def step(self, action: str) -> Step:
-        """Take one action of the policy, as it wrote it."""
+        """Take one action of the policy. `action` is the unchanged text that the policy wrote."""
         ...
 
     async def snapshot(self) -> bytes:
-        """The whole state between two steps, in a plain format of the environment's own (JSON, MessagePack)."""
+        """Return the whole state between two steps, in a plain format (JSON, MessagePack)."""
         ...
 
     async def restore(self, state: bytes) -> None:
-        """Become what `snapshot` saw. Raises SnapshotError."""
+        """Set the state to that of a snapshot. Raises SnapshotError."""
         ...
 
     async def close(self) -> None:
-        """Let go of whatever the environment holds; safe to call twice."""
+        """Release all resources of the environment; may be called twice."""
         ...

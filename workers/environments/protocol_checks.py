@@ -1,8 +1,8 @@
-"""Checks of what an environment returns, and the place at which an environment raised an error. Pure.
+"""Checks of values that an environment returns, and the place at which an environment raised an error. Pure.
 
 Keeps true
-- What a NumPy or torch program has at hand is taken as what it stands for: their scalars are numbers and truths.
-- Nothing is guessed: a text is no number, `"false"` is no truth, and no text is made of what is none.
+- Scalars of NumPy and torch are accepted as numbers and booleans.
+- No other value is converted: text is not parsed as a number or boolean, and no value is converted to text.
 """
 
 import math
@@ -23,7 +23,7 @@ class ProtocolViolation(Exception):
 
 
 def check_observation(value: object, method: str) -> str:
-    """The observation. Raises ProtocolViolation."""
+    """Return the observation if it is valid. Raises ProtocolViolation."""
     if not isinstance(value, str):
         hint = "; decode it" if isinstance(value, bytes | bytearray) else ""
         raise ProtocolViolation(f"{method} gave an observation of type {type(value).__name__}: it must be a str{hint}")
@@ -39,14 +39,14 @@ def check_observation(value: object, method: str) -> str:
 
 
 def check_snapshot(value: object) -> bytes:
-    """The snapshot. Raises ProtocolViolation."""
+    """Return the snapshot if it is valid. Raises ProtocolViolation."""
     if not isinstance(value, bytes):
         raise ProtocolViolation(f"snapshot() gave a {type(value).__name__}, not bytes")
     return value
 
 
 def check_step(value: object) -> Step:
-    """The step in plain values, without the last observation, which no policy reads. Raises ProtocolViolation."""
+    """Return the step in plain values, without the observation of a last step. Raises ProtocolViolation."""
     if not isinstance(value, Step):
         raise ProtocolViolation(f"step() gave a {type(value).__name__}, not a Step")
     done = _truth(value.done, "done")
@@ -91,7 +91,7 @@ def _info(given: Any) -> dict[str, Any]:
     try:
         written = msgspec.msgpack.encode(given, enc_hook=_plain)
         info: dict[str, Any] = msgspec.msgpack.decode(written)
-    except Exception as error:  # noqa: BLE001 - of whatever the environment put into it
+    except Exception as error:  # noqa: BLE001 - values of the environment may raise anything
         raise ProtocolViolation(f"step() gave an info that cannot be written: {message_of(error)}") from None
     if len(written) > MAX_INFO_BYTES:
         raise ProtocolViolation(f"step() gave an info of {len(written)} bytes: {MAX_INFO_BYTES} are allowed")
@@ -108,7 +108,7 @@ def _has_text_keys(value: object, depth: int = 0) -> bool:
 
 
 def _plain(value: object) -> object:
-    for base in (str, int, float):  # of NumPy's scalars some are these as well
+    for base in (str, int, float):  # some scalars of NumPy are of these types too
         if isinstance(value, base):
             return base(value)
     plain = _scalar(value)
@@ -123,7 +123,7 @@ def _scalar(value: object) -> object:
         return value
     try:
         return item()
-    except Exception:  # noqa: BLE001 - an array of several values is none
+    except Exception:  # noqa: BLE001 - an array of several values is no scalar
         return value
 
 
@@ -133,7 +133,7 @@ INSTALLED = tuple({f"{_PATHS[name]}/" for name in ("purelib", "platlib")})
 """Folders of installed packages."""
 
 LIBRARY = (*{f"{_PATHS[name]}/" for name in ("stdlib", "platstdlib")}, "<")
-"""How file names of Python's own modules begin."""
+"""Beginnings of the file names of Python's own modules."""
 
 CALLERS = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
@@ -156,7 +156,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[str, str]]:
-    """The file of each frame, and the place in it, the innermost last."""
+    """Yield the file of each frame, and the place in the file; the innermost frame last."""
     at = error.__traceback__
     while at is not None:
         code = at.tb_frame.f_code

@@ -262,7 +262,7 @@ def recover_homes(
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
     await_transactions(settings, [(topic, partition) for topic in written for partition in partitions], on_wait=on_wait)
     ends = reader.all_watermarks([*committed, *((REQUESTED, partition) for partition in partitions)])
-    # The topic of an offset beyond the end was recreated or lost records: the offset says nothing about its records.
+    # An offset beyond the end: the topic was recreated or lost records, so the offset belongs to other records.
     committed = {
         place: None if offset is None or offset > ends[place][1] else offset for place, offset in committed.items()
     }
@@ -306,7 +306,7 @@ def _begin(
 def _deleted_unread(committed: dict[Place, int | None], ends: dict[Place, tuple[int, int]]) -> list[Place]:
     """Report and return the inputs of which the broker has deleted records that no worker had read.
 
-    The deleted records may all be transaction markers, which have offsets too; nobody can tell any more.
+    The deleted records may all be transaction markers, which have offsets too. This cannot be determined any more.
     """
     places = []
     for place, offset in committed.items():

@@ -58,9 +58,10 @@ def _factory_error(factory: object) -> str | None:
 
 
 def _is_plain(method: object, name: str) -> bool:
-    """Whether this is a function of this name that is no coroutine function.
+    """Whether a method is defined as a plain function instead of a coroutine function.
 
-    A function of another name is a decorator's, as of `functools.partialmethod`: only a call shows its result.
+    False for a function of another name: a decorator such as `functools.partialmethod` has made it, and only a call
+    shows whether it returns an awaitable.
     """
     function = inspect.unwrap(method) if inspect.isfunction(method) else method
     return inspect.isfunction(function) and function.__name__ == name and not inspect.iscoroutinefunction(function)

@@ -1,8 +1,8 @@
-"""Where environments run: beside the bus, each kind in runners of its own (see `runner_supervisor.py`).
+"""Runs environments outside of the bus thread, each kind in runners of its own (see `runner_supervisor.py`).
 
 Keeps true
 - Jobs go in and answers come out by value; the bus thread never touches an environment.
-- Every job that was started is answered once, whatever environments do, unless its life is over: nobody waits then.
+- Every job that was started is answered once, whatever environments do, unless its generation has ended.
 """
 
 import queue
@@ -15,9 +15,8 @@ from rose.workers.environments.runner_supervisor import LOOKS, InFlight, JobResu
 from rose.workers.environments.thread_runner import CLOSE_SECONDS
 
 LOOK_SECONDS = 0.1
-"""The longest wait between two looks at whether a runner is silent. Each counts for the time since the one before, but
-for no more than a part of what a step may take: who was frozen has not looked; who was busy with the bus for a second
-has, that late."""
+"""Longest wait between two checks whether a runner is silent. A check counts the time since the check before, at most
+1/LOOKS of the step limit: the time of a freeze of the worker does not count as silence of a runner."""
 
 NewRunner = Callable[[str, ResultCallback, int], Runner]
 """Makes a runner from the name of its environments, a callback for each answer, and its first generation."""

@@ -1,13 +1,13 @@
-"""The program of a process in which environments of one kind run, and its guard, which outlives it by a moment.
+"""The process in which environments of one kind run, and its guard, a parent process that cleans up after it.
 
 Keeps true
 - Nothing that an environment starts outlives its process, and neither outlives the worker, however each of them ends:
   the guard becomes the parent of whatever is left behind, and ends it.
-- The guard ends as the environments' process did, so the worker knows by which signal or status.
-- Where memory runs out, the kernel takes an environment's process first.
+- The guard ends with the signal or status of the environments' process, which the worker reads.
+- If memory runs out, the kernel kills an environments' process first.
 
     worker --(pipe, jobs and answers)--> environments' process
-       └──(standard input, never written to)──> guard, whose child that is
+       └──(standard input, never written to)──> guard, the parent of the environments' process
 """
 
 import os
@@ -49,11 +49,11 @@ def main(line: int, signs: int) -> NoReturn:
         before_it_ends()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setpgid(0, 0)  # no leader of a session: a terminal that it opens would be its own, and end it when closed
+        os.setpgid(0, 0)  # no session: its leader would get SIGHUP when a terminal that it has opened closes
         lower_priority(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (1, 2):
-            _open_reopened(number)
+            _reopen(number)
         os.close(wake)
         os.close(woken)
         with suppress(OSError):
@@ -66,10 +66,10 @@ def main(line: int, signs: int) -> NoReturn:
     set_process_name("env-guard")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _end_as(_kept(pid, wake))
+    _end_as(_wait_for_end(pid, wake))
 
 
-def _open_reopened(number: int) -> None:
+def _reopen(number: int) -> None:
     """Open the pipe or terminal of this descriptor again.
 
     The new descriptor does not share O_NONBLOCK, which ssh and node set, with the worker's descriptor.
@@ -77,14 +77,14 @@ def _open_reopened(number: int) -> None:
     kind = os.fstat(number).st_mode
     if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
         with suppress(OSError):  # it may be another user's: the worker and the environments share it then
-            # Without O_NONBLOCK a named pipe that nobody reads any more would be waited for.
+            # Without O_NONBLOCK, opening a named pipe without a reader would block.
             reopened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
             os.set_blocking(reopened, True)
             os.dup2(reopened, number)
             os.close(reopened)
 
 
-def _kept(pid: int, wake: int) -> int:
+def _wait_for_end(pid: int, wake: int) -> int:
     """Wait for the end of the process or of the worker, and end everything it has started; returns its exit status."""
     watched = select.poll()
     watched.register(0, select.POLLIN)
@@ -115,8 +115,8 @@ def _reaped(pid: int) -> int | None:
 def _end_rest(group: int) -> None:
     """End what the process has started: its group, and every orphan that the guard inherits.
 
-    They get SIGTERM, and SIGKILL a little later. A resource tracker of Python's is left to the last: it lets go of the
-    shared memory and semaphores of those that ended, and then ends by itself.
+    These processes get SIGTERM, and SIGKILL a little later. Resource trackers of Python are ended last: a tracker
+    releases the shared memory and semaphores of ended processes, and then ends by itself.
     """
     began, has_asked = time.monotonic(), set[int]()
     with suppress(ChildProcessError, OSError):
@@ -144,7 +144,7 @@ def _children() -> list[int]:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Whether this is a resource tracker, of multiprocessing or of who has one like it."""
+    """Whether the process is a resource tracker of multiprocessing, or of a library with a tracker of that name."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,10 +1,10 @@
 """Server side of a process of environments: a runner that gets jobs over a connection to the worker.
 
 Keeps true
-- The process ends when the worker hangs up, and nothing here waits for the worker.
-- Environments have the main thread, where Python lets code handle signals: graders bound their time with SIGALRM.
-- What ROSE imports here is there before the user's folders are looked through: no file in them takes its place.
-- Whatever an environment does to standard output or input, the line is not touched by it.
+- The process ends when the worker closes the connection, and never waits for the worker.
+- Environments run on the main thread, where Python can handle signals: graders limit their time with SIGALRM.
+- Modules of ROSE are imported before the user's folders are on the import path, so no file there replaces a module.
+- The connection does not use standard input or output, which an environment may change.
 """
 
 import os
@@ -80,12 +80,12 @@ def serve(descriptor: int, shared: int) -> NoReturn:
         pass  # the worker is gone
     except (UsageError, ThreadRefused) as error:
         line.send_bytes(msgspec.msgpack.encode(("unfit", str(error))))
-    except BaseException:  # noqa: BLE001 - of code that is no environment's; the worker learns the status
+    except BaseException:  # noqa: BLE001 - an error of ROSE or of an import; the worker reads the status
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    _exit(status)  # whatever threads an environment has left behind
+    _exit(status)  # also if an environment has left threads behind
 
 
 class RunnerServer:
@@ -100,8 +100,8 @@ class RunnerServer:
         try:
             create = load_environment(kind.environment)
             end_if_forked(home)
-        except KeyboardInterrupt:  # nobody else's: Ctrl-C is for the command
-            raise UsageError(f"environment {kind.environment!r}: to import it raises KeyboardInterrupt") from None
+        except KeyboardInterrupt:  # raised by the module: Ctrl-C goes to the command
+            raise UsageError(f"environment {kind.environment!r}: its import raises KeyboardInterrupt") from None
         except UnknownEnvironment as error:
             end_if_forked(home, error.__cause__ or error)
             raise
@@ -182,7 +182,7 @@ class RunnerServer:
 
 
 def _let_readers_go() -> None:
-    """Have environments print on when nobody reads the worker's log any more."""
+    """Let environments continue to print after the reader of the worker's log has ended."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout = unread_stream(1, sys.stdout)
     if isinstance(sys.stderr, TextIOWrapper):

@@ -1,4 +1,4 @@
-"""Supervises the runners (threads or processes) of one kind of environment: their crashes and blocks, with the limits.
+"""Supervises the runners (threads or processes) of one kind of environment: handles their crashes and blocks.
 
 Keeps true
 - An environment that blocks or ends its runner fails only its own trajectory. The other jobs of the runner are repeated
@@ -43,7 +43,7 @@ FIRST_SECONDS = 10.0
 """The same time for a runner without an answer so far, which may be loading what its environments need."""
 
 HELD_PARTS = 4
-"""Part of the step limit for which jobs may hold another job up, one after another, before they start again apart."""
+"""A process is killed once a job has waited for other jobs for this part (1/HELD_PARTS) of the step limit."""
 
 IDLE_SECONDS = 60.0
 """Time without a job after which an additional runner is stopped."""
@@ -52,8 +52,8 @@ MAX_LONE_EXITS = 2
 """Number of process ends with one job alone after which that job fails. A single end may have another cause."""
 
 MAX_SHARED_EXITS = 2
-"""Number of process ends during jobs, outside their own code, after which these jobs are started again by halves. So
-the cause is found, and long jobs are not repeated for ever together with it."""
+"""Number of process ends during a job, outside of its own code, after which the job is started again by halves: the
+cause is found, and long jobs are not repeated forever together with it."""
 
 MOST_STUCK = 64
 """Number of threads with abandoned calls at which a process is replaced."""
@@ -244,7 +244,7 @@ class RunnerSupervisor:
         place.start(waiting)
 
     def check(self, seconds: float) -> JobResults:
-        """Repair what is wrong with runners; returns the jobs that fail by it."""
+        """Handle ended, blocked and idle runners. Returns the jobs that fail, with their results."""
         failed: JobResults = []
         for place in list(self.slots.values()):
             place.on_check(seconds)
@@ -304,8 +304,8 @@ class RunnerSupervisor:
     def _isolate(self, place: RunnerSlot) -> None:
         """Leave a runner to the job that blocks it, and start its other jobs again in another runner.
 
-        Once another job has been held up for long, the process is killed instead, and all of its jobs start again by
-        halves: each may block only because it waits for what another one holds, such as a lock.
+        Once another job has been held up for long, the process is killed instead: the blocking job starts again alone,
+        and the other jobs start again by halves. A job may block only because another job holds a lock.
         """
         known, culprit = place.blocking()
         others = [each for each in place.jobs.values() if each is not culprit]
@@ -321,7 +321,7 @@ class RunnerSupervisor:
             self._kill_slot(place)
             self._bisect(others)
             self._bisect([culprit] if culprit else [])
-        elif culprit is None:  # code of a job that was answered: others may meet it again, but not without end
+        elif culprit is None:  # an answered job blocks: the others may meet it again, but not forever
             self._stop_slot(place)
             self._start_again(others)
         else:
@@ -368,8 +368,8 @@ class RunnerSupervisor:
                 self._delayed += waiting
             self._on_start_failure(how, waiting)
             return []
-        by_nobody = known and culprit is None  # in code of what was answered before, as when it closes
-        if place.isolated and len(waiting) == 1 and not by_nobody:
+        by_answered_job = known and culprit is None  # for example in `close` after the answer
+        if place.isolated and len(waiting) == 1 and not by_answered_job:
             return self._on_lone_exit(waiting[0], f"its {place.kind}{place.exit_reason or ''}")
         if culprit is not None:
             self.quarantine.append([culprit])
@@ -378,7 +378,7 @@ class RunnerSupervisor:
         return []
 
     def _start_again(self, jobs: Sequence[InFlight]) -> None:
-        """Start jobs again whose runner was lost. Jobs that have lost several are divided, to find the cause."""
+        """Start jobs again whose runner was lost. Jobs that have lost several are bisected to find the cause."""
         for each in jobs:
             each.ends += 1
         self._bisect([each for each in jobs if each.ends >= MAX_SHARED_EXITS])

@@ -49,7 +49,7 @@ def rendering(template: str, named: Mapping[str, str]) -> Callable[[Messages], s
 
 
 def names_used(template: str) -> set[str]:
-    """The variable names that a template expects. Raises jinja2's TemplateError."""
+    """Return the names of the variables that a template reads. Raises jinja2's TemplateError."""
     environment = _environment()
     return meta.find_undeclared_variables(environment.parse(template))
 

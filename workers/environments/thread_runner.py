@@ -1,15 +1,16 @@
 """A thread with an event loop of its own, in which environments run; in a process of environments, the main thread.
 
 Keeps true
-- A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
-- No more than `max_live` environments are held or stepped at once, but for steps that were given up. The longest unused
-  is closed first; it is restored from its trajectory's state when its next turn comes.
-- Every job of the present life is answered once, in whatever order they end and whatever is raised, swallowed or
-  cancelled, for as long as no environment blocks the thread. That shows from outside: `beats` stands still.
-- A job is answered before its environment is closed, so no `close` holds back or spoils what was finished.
-- An observation is encoded beside the loop where that takes long, and not to its end where it cannot fit a context.
-- A child that an environment forks and that comes back from its code ends: it takes no job and answers none.
-- A step is not late because this process was frozen: of a freeze no more counts than of any look.
+- A slow environment delays no other environment. An environment that fails, hangs or returns invalid values fails only
+  its own trajectory.
+- No more than `max_live` environments are held or stepped at once, except for abandoned steps. The environment that was
+  unused for the longest time is closed first; its next turn restores it from its trajectory's state.
+- Every job of the current generation is answered once, in any order and whatever is raised, swallowed or cancelled, as
+  long as no environment blocks the thread. While one does, `heartbeats` does not grow.
+- A job is answered before its environment is closed, so `close` cannot delay or change an answer.
+- A long observation is encoded on another thread, and only in part if it cannot fit a context.
+- A child that an environment forks ends once it returns from the environment's code: it runs and answers no job.
+- A step is not late because this process was frozen: a freeze counts as one check.
 """
 
 import asyncio
@@ -89,8 +90,8 @@ PIECE_CHARACTERS = 16_384
 """Longest observation that is encoded at once, within some ten milliseconds."""
 
 CERTAINLY = 2
-"""An observation whose pieces have so many times the tokens of a context does not fit one: encoded as a whole it may
-have fewer, but at the seams of pieces alone."""
+"""An observation whose pieces have this many times the tokens of a context cannot fit a context. The whole observation
+may have fewer tokens than its pieces, but only where pieces meet."""
 
 T = TypeVar("T")
 
@@ -113,10 +114,10 @@ class ThreadRunner:
         signs: StatusCounters | None = None,
         integrity: ProcessIntegrity | None = None,
     ) -> None:
-        """`create` makes a new environment of a name; `answer` is called in its thread.
+        """`create` makes a new environment of a name; `answer` is called on the runner's thread.
 
-        With `signs` jobs have numbers for tickets. `fitness` is that of a process in which nothing else runs: whoever
-        calls `run` there is the thread.
+        `signs`: counters that another process reads; the tickets of jobs are numbers then. `integrity`: given in a
+        process of environments, whose main thread calls `run`. Without it a thread is started.
         """
         self.heartbeats = 0
         """Counter that grows while nothing blocks the loop."""
@@ -136,10 +137,10 @@ class ThreadRunner:
         """Environments that are being closed and still occupy their slot."""
         self._slots = asyncio.Semaphore(limits.max_live)
         self._tasks: dict[asyncio.Task[None], Job | None] = {}
-        """The runner's own, each with the job that is to be answered. Nobody but an environment that cancels whatever
-        it finds cancels these."""
+        """Tasks of the runner, each with the job to be answered; None if there is none. Only an environment that
+        cancels all tasks of the loop cancels these."""
         self._calls: dict[asyncio.Task[Any], Job | None] = {}
-        """Into environments, given up or not, and the tasks that these have made."""
+        """Tasks that run code of environments, also abandoned ones, and tasks that such code has made."""
         self._withdrawn: set[str] = set()
         """Trajectories whose code no longer runs, although the blocked loop has not reported it yet."""
         self._closing = self._stopped = False
@@ -211,7 +212,7 @@ class ThreadRunner:
         while not self._stopped:  # an environment may stop the loop, too
             try:
                 self._loop.run_forever()
-            except (SystemExit, KeyboardInterrupt) as error:  # of its callback, or as `kill` raises it in whatever runs
+            except (SystemExit, KeyboardInterrupt) as error:  # from a callback, or raised by `kill`
                 end_if_forked(self._pid, error)
             except Exception as error:  # noqa: BLE001 - an environment has closed the loop's own files
                 end_if_forked(self._pid, error)
@@ -251,7 +252,7 @@ class ThreadRunner:
         self._drop(list(self._idle))
 
     async def _shut(self) -> None:
-        """End the thread, with everything closed as far as that goes."""
+        """Cancel calls, close environments, wait for the runner's tasks, and stop the loop."""
         try:
             for call in list(self._calls):
                 call.cancel()
@@ -266,7 +267,7 @@ class ThreadRunner:
         async with self._slots:
             present = _present_task()
             if self._closing or job.generation != self._generation or self._tasks[present] is None:
-                self._tasks[present] = None  # nobody waits for it any more
+                self._tasks[present] = None  # no answer is awaited any more
                 return
             environment = self._idle.pop(job.trajectory_id, None)
             self._busy += 1
@@ -304,7 +305,7 @@ class ThreadRunner:
             self._answer(job, EnvironmentFailure(_failure(job, error)))
 
     async def _answered(self, job: Job, environment: Environment | None) -> tuple[Environment | None, JobResult]:
-        """Do the job within the time allowed, in a new environment where none is held."""
+        """Do the job within the time limit. Return the environment, made if `environment` is None, and the result."""
         restore = environment is None and isinstance(job, StepJob)
         if environment is None:
             made = await self._within(self._limits.timeout_seconds, lambda: self._made(job), job)
@@ -343,7 +344,7 @@ class ThreadRunner:
         return self._track(code, job, **options)
 
     def _track(self, code: Coroutine[Any, Any, T], job: Job | None, **options: Any) -> "asyncio.Task[T]":
-        """Make a task that runs code of the job; of an environment that is closed, for None."""
+        """Make a task that runs code of the job. None: the task closes an environment."""
         call = TrackedCall(code, self._signs, job, self._look, lambda: self._has_left(job))
         task = asyncio.tasks.Task(call, loop=self._loop, **options)
         self._calls[task] = job
@@ -354,7 +355,7 @@ class ThreadRunner:
         return job is not None and job.trajectory_id in self._withdrawn
 
     def _look(self, after: bool) -> None:
-        """At each turn of a call: put the loop right, and `after` it see whether the process is still fit."""
+        """Repair the loop before and after each run of a call; `after` the run, check that the process is still fit."""
         end_if_forked(self._pid)
         self.heartbeats += 1
         self._signs[BEATS] = self.heartbeats
@@ -367,7 +368,7 @@ class ThreadRunner:
 
     async def _do(self, job: Job, environment: Environment, *, restore: bool) -> ResetResult | StepResult:
         if self._closing:
-            raise asyncio.CancelledError  # as what was under way is
+            raise asyncio.CancelledError  # like calls that were under way
         if isinstance(job, ResetJob):
             text = check_observation(await environment.reset(job.seed, copy.deepcopy(job.arguments)), "reset()")
             observation = await self._encoded(text)
@@ -392,9 +393,10 @@ class ThreadRunner:
         )
 
     async def _encoded(self, text: str, *, after: Sequence[int] | None = None) -> list[int]:
-        """Encode the observation that follows these sampled tokens, or is the first (None).
+        """Encode the observation that follows these sampled tokens; None: the first observation.
 
-        Where the observation fits no context: some of its tokens, and more than a context holds.
+        An observation that cannot fit a context may be encoded only in part, with more tokens than a context holds.
+        Raises ProtocolViolation for such a first observation.
         """
         if len(text) <= PIECE_CHARACTERS:
             return self._whole(text, after)
@@ -415,13 +417,13 @@ class ThreadRunner:
         return self._whole(text, after)
 
     async def _close(self, held: list[Environment]) -> None:
-        """Close the environment of this list, which holds the last reference to it."""
+        """Close the environment in the list `held`, which has the last reference to the environment."""
         failure = await self._within(CLOSE_SECONDS, lambda: self._closed(held), None)
-        if failure:  # its trajectory has been decided already
+        if failure:  # the job was answered already, or needs no answer
             log.warning("environment_close_failed", reason=str(failure))
 
     async def _closed(self, held: list[Environment]) -> str:
-        """Close the environment and drop it here, where its code is tracked: it may have a `__del__` that blocks."""
+        """Close the environment and drop its last reference in a tracked call: a `__del__` may block."""
         try:
             await held.pop().close()
         except BaseException as error:  # noqa: BLE001 - user code
@@ -438,16 +440,16 @@ class ThreadRunner:
 async def _caught(call: Callable[[], Awaitable[T]], home: int) -> T | BaseException:
     try:
         return await call()
-    except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is what came of it
+    except BaseException as error:  # noqa: BLE001 - user code: an exception is a result
         end_if_forked(home, error)
         return error
 
 
 async def _ends(task: asyncio.Task[Any], seconds: float) -> bool:
-    """Return whether the thread ends within this time, counted in polls: a freeze costs one poll, one is spare."""
+    """Return whether the task ends within this time. The time is counted in polls, so a freeze counts as one poll."""
     look_seconds = min(LOOK_SECONDS, seconds / LOOKS)
     for _ in range(math.ceil(seconds / look_seconds) + 1):
-        with suppress(asyncio.CancelledError):  # of an environment that cancels whatever it finds
+        with suppress(asyncio.CancelledError):  # an environment may cancel all tasks of the loop
             await asyncio.wait({task}, timeout=look_seconds)
         if task.done():
             return True

@@ -1,28 +1,28 @@
-r"""How text becomes a trajectory's tokens: observations are appended, actions are kept as they were sampled.
+r"""Converts text to a trajectory's tokens: observations are appended, actions are kept as they were sampled.
 
 Keeps true
 - A context only ever grows: observation tokens, then the sampled tokens as they are (stop token included), and so on.
   Nothing that was sampled is ever decoded and encoded again.
-- Every turn has an end: an observation behind an action without one of the model's own stop tokens begins with it. So
-  does one behind another stop token, where the template's end of a turn is the mark that the next begins with (GLM).
+- Every turn has an end: an observation behind an action without a stop token of the model begins with the first stop
+  token. If that token also begins a user's turn (GLM), so does an observation behind any other stop token.
 - An environment's text cannot spell a special token, nor an added token that stands around observations or ends a
-  turn: only the format's own strings may contain those. White space is no such token.
-- A context is what the tokenizer makes of the conversation written out: else the model folder is refused.
-- A context has no token that the model has not. A folder whose turns or texts need one is refused; other added tokens
-  that the model has not are read letter by letter.
+  turn: only the format's own strings may contain these tokens. White space is no such token.
+- A context equals the tokens of the whole conversation written as one text; otherwise the model folder is refused.
+- A context has no token outside of the model's vocabulary. A folder whose turns or texts need such a token is refused;
+  text spells other such tokens letter by letter.
 
-A model folder says how its policy reads turns by its chat template (see `chat_template.py`), or, where that does not
-fit or is not there, by a `turn_format.json`, which wins:
+The chat template of a model folder says how its policy reads turns (see `chat_template.py`). A `turn_format.json` takes
+precedence, for folders whose template does not fit or does not exist:
     {"first_prefix": "<|im_start|>user\n", "prefix": "\n<|im_start|>user\n",
      "suffix": "<|im_end|>\n<|im_start|>assistant\n"}
-The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`; where that has none
-the tokenizer's `eos_token`, else the `eos_token_id` of `config.json`. With `turn_format.json` the end of a turn is the
-mark in `suffix` that ends an observation, if there is one. Needs `tokenizers` and `jinja2` alone, no torch.
+The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`; without the latter,
+the tokenizer's `eos_token`, or the `eos_token_id` of `config.json`. With `turn_format.json` the end of a turn is the
+mark in `suffix` that ends an observation, if there is one. Needs only `tokenizers` and `jinja2`, no torch.
 
-A special token that is misspelt in the format's strings is read letter by letter, and the policy never sees its turns
-as it was trained to: `misspelt` finds it. Example, of a tokenizer that has `<|im_start|>` and `<|im_end|>`
+A special token that is misspelt in the format's strings would be read letter by letter, and turns would differ from
+those of the policy's training: `misspelt` finds it. Example, for a tokenizer that has `<|im_start|>` and `<|im_end|>`
     `<|im_strat|>user`    -> `<|im_strat|>`, close to `<|im_start|>`
-    `<|user|>`            -> `<|user|>`, close to none: the tokenizer writes its tokens so, and has no such token
+    `<|user|>`            -> `<|user|>`, close to none: the tokenizer has tokens of this form, and not this token
     `<thinking>`, `User:` -> nothing, though the tokenizer may have `<think>`
     `</table>`, `<TD>`    -> nothing, though the tokenizer may have `<table>` and `<td>`
 """
@@ -96,7 +96,7 @@ class _Generation(msgspec.Struct, frozen=True):
     eos_token_id: (
         TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_STOP_TOKENS - 1)] | None
     ) = None
-    """One less than a request may name: the template's own end of a turn may come to them."""
+    """At most one token less than a request may have: the template's end of a turn may be added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class TurnFormat:
         self._ends = self._ending(framing)
         """Stop tokens behind which an observation can follow as it is."""
         self._lead = self._behind_marks(framing.suffix)
-        """Text that an action is read behind: some tokenizers begin a text otherwise than they go on with it."""
+        """Text before an action when the action is encoded: some tokenizers encode the start of a text differently."""
         self._unspeakable = frozenset(number for number, token in added if token.special)
         """Tokens that no text can spell."""
         self._read_text_from_here_on(model_folder)
@@ -171,7 +171,7 @@ class TurnFormat:
         ends = self._ends_of_observations(frame, {*stops, named})  # an action ends as a user's turn ends
         ends += [named] if named in stops else []
         stops = tuple(dict.fromkeys((*ends[:1], *stops)))
-        stop = self._marks.get(stops[0], "")  # of one that is no mark nobody can say what text it is
+        stop = self._marks.get(stops[0], "")  # a stop token that is no mark has no certain text
         return Framing(frame.first_prefix, frame.prefix, frame.suffix, stop), stops
 
     def _ends_of_observations(self, frame: Frame, known: Collection[int | None]) -> list[int]:
@@ -215,7 +215,10 @@ class TurnFormat:
         return _Around(encoded.ids[bool(stop) : last + 1], head, tail, after)
 
     def _ending(self, framing: Framing) -> tuple[int, ...]:
-        """All of them; the template's alone where that also marks that the user speaks, as at the first observation."""
+        """Return the stop tokens behind which an observation can follow as it is.
+
+        These are all stop tokens, or the first stop token alone if the same token also begins a user's turn.
+        """
         marks = [token for token in self._encoded(framing.first_prefix).ids if token in self._marks]
         return self.stop_token_ids[:1] if marks[-1:] == [*self.stop_token_ids[:1]] else self.stop_token_ids
 
@@ -226,7 +229,7 @@ class TurnFormat:
         return text[max((end for token, (_, end) in spelt if token in self._marks), default=0) :]
 
     def _read_text_from_here_on(self, folder: Path) -> None:
-        """From here on text cannot spell what stands around it, nor a special token. Raises TurnFormatError."""
+        """Make text unable to spell marks around turns and special tokens from now on. Raises TurnFormatError."""
         around = (*self._first.before, *self._first.after, *self._later.before, *self._later.after)
         shut = {number: self._marks[number] for number in (*around, *self.stop_token_ids) if number in self._marks}
         shut |= self._beyond_the_model(folder, (*around, *self.stop_token_ids))
@@ -243,7 +246,10 @@ class TurnFormat:
                 )
 
     def _beyond_the_model(self, folder: Path, needed: Sequence[int]) -> dict[int, str]:
-        """Added tokens that the model has not. Raises TurnFormatError if they are needed, or texts become such ones."""
+        """Return the added tokens with ids outside of the model's vocabulary.
+
+        Raises TurnFormatError if turns need a token outside of the vocabulary, or text can become one.
+        """
         vocabulary = reading(vocabulary_of, folder)
         if vocabulary is None:
             return {}
@@ -259,9 +265,10 @@ class TurnFormat:
         return {number: token.content for number, token in added if number >= vocabulary}
 
     def _check(self, folder: Path, wholes: Mapping[tuple[str, str], list[int]], turns: int, *, own: bool) -> None:
-        """Take white space off observations as the tokenizer does; a context must be what it makes of the whole.
+        """Choose how observations are trimmed, and check that a context has the tokens of its whole text.
 
-        An action with marks that a text cannot spell is no probe: a policy samples them, nobody reads them from text.
+        Probes whose action has a mark that text cannot spell are left out: a policy samples such tokens, and they are
+        never encoded from text. Raises TurnFormatError.
         """
         closed = [mark for number, mark in self._marks.items() if number in self._unspeakable]
         wholes = {probe: whole for probe, whole in wholes.items() if not any(mark in probe[1] for mark in closed)}
@@ -316,17 +323,17 @@ class TurnFormat:
         return [*(whole[len(before) :] if apart else self._encode(action, mid_context=True)), self.stop_token_ids[0]]
 
     def action_text(self, tokens: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
-        """The action that a turn's sampled tokens spell, without its stop token.
+        """Return the text of a turn's sampled tokens, without the stop token.
 
-        `stop_token_ids`: those that the turn was asked for with, beside the model's own.
+        `stop_token_ids`: stop tokens of the turn's request, in addition to those of the model.
         """
         ended = len(tokens) > 0 and (tokens[-1] in self.stop_token_ids or tokens[-1] in stop_token_ids)
         return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
     def _encode(self, text: str, *, mid_context: bool = False) -> list[int]:
-        """Tokens of a text; what would be a token that it may not spell is cut up behind its first letter.
+        """Return the tokens of a text. Text that would become a token of `_unspeakable` is cut behind its first letter.
 
-        `mid_context`: it follows other tokens of a context.
+        `mid_context`: whether the text follows other tokens of a context.
         """
         encoded = self._encoded(text, mid_context=mid_context)
         if self._unspeakable.isdisjoint(encoded.ids):
@@ -361,25 +368,25 @@ MARK_LIKE = re.compile(r"<[^\s<>]{1,64}>?|\[[^\s\[\]]{1,64}\]?|[^\s<>\[\]]{1,64}
 """Pattern of a word that may be meant as a token: in brackets, one of which may be missing."""
 
 BARS = ("<|", "<｜")
-"""Who writes a word so means a token, where the tokenizer has others that begin so."""
+"""Beginnings of words that are meant as tokens, if the tokenizer has tokens that begin the same way."""
 
 BAR = re.compile("[|｜]")
 
 PLAIN = re.compile(r"^[<\[]/?[^\W_]+/?[>\]]?$")
-"""One word, as tags of documents have."""
+"""One word in brackets, such as a tag of a document."""
 
 CLOSE, CLOSER = 0.82, 0.85
-"""Least likeness of a misspelt token and the one that is meant, as `difflib` measures it. Words without a bar are also
-those of people: `<thinking>` is no misspelt `<think>`."""
+"""Least similarity (`difflib`) of a misspelt token to the token that is meant: for words that begin with BARS, and for
+other words, which people write too: `<thinking>` is no misspelt `<think>`."""
 
 SHORT = 3
-"""A word of so few letters without a bar is like too many others: `[b]` and `<TD>` are no misspelt `<b>` and `<td>`."""
+"""A word without a bar and with at most this many letters is never a misspelt token: `[b]` is no misspelt `<b>`."""
 
 
 def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str, str] | None:
-    """A word of the text that is meant as a token and is none of `marks`, with the closest of them, if one is close.
+    """Return a word of the text that is meant as a token and is not in `marks`, with the mark that is meant.
 
-    None if there is no such word. Words that `known` has, and not as a part of a token, are meant as they are.
+    The mark is empty if no mark is similar. None if there is no such word. Words of the text `known` are not misspelt.
     """
     longest_first = sorted(marks, key=len, reverse=True)
     meant_so = set(_words(known, longest_first))
@@ -398,8 +405,8 @@ def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str
 def _may_mean(word: str, mark: str) -> bool:
     """Whether the word may be a misspelt mark.
 
-    One without a bar may be a word of people: a short one, a tag that closes what the mark opens, a tag with
-    attributes, or the plural of a mark that is a word itself.
+    A word without a bar may not if people write such words: a short word, a tag that closes what the mark opens, a tag
+    with attributes, or the plural of a mark that is a word itself.
     """
     if BAR.search(word):
         return True
@@ -416,7 +423,7 @@ def _may_mean(word: str, mark: str) -> bool:
 
 
 def _words(text: str, longest_first: Sequence[str]) -> list[str]:
-    """Yield words that may be meant as tokens, from the text between the marks."""
+    """Return the words that may be meant as tokens, from the text between the marks."""
     plain = re.split("|".join(map(re.escape, longest_first)), text) if longest_first else [text]
     return [word for part in plain for word in MARK_LIKE.findall(part)]
 

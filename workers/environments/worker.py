@@ -103,7 +103,7 @@ class EnvironmentWorker:
         self._outbox: Outbox | None = None
         """None before the first recovery."""
         self._has_lost_log = False
-        """Whether topics were missing since the last recovery: the broker may be an empty one in place of another."""
+        """Whether topics were missing since the last recovery: an empty broker may have taken the broker's place."""
         self._recovery_policy = RecoveryPolicy(name)
         self._log_cleaner = LogCleaner(settings, name)
         self._stop = threading.Event()
@@ -118,7 +118,7 @@ class EnvironmentWorker:
         self._paused = False
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set. Raises WorkerFenced if another worker has this name, or TopicMissing."""
+        """Work until `stop` is set. Raises WorkerFenced if another worker has this name, or another RoseError."""
         self._stop = stop
         try:
             self._member.join()

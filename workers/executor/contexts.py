@@ -111,9 +111,8 @@ class ContextStore:
         self._cache = ContextCache()
         self._reading: dict[TurnKey, float] = {}
         """Turns whose contexts are read back, with the time of the request in monotonic seconds."""
-        self._requested: Queue[TurnDispatch] = (
-            Queue()
-        )  # no SimpleQueue: a signal during its timed wait can make it endless
+        # A SimpleQueue is not used: a signal during its timed wait can make the wait endless.
+        self._requested: Queue[TurnDispatch] = Queue()
         self._answers: SimpleQueue[tuple[TurnDispatch, bytes | ContextMissing]] = SimpleQueue()
         self._stopping = Event()
         self._thread: Thread | None = None

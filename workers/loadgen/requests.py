@@ -2,7 +2,8 @@
 
 Keeps true
 - Prompts and answers are token ids; no text is read.
-- Every moment is time.monotonic(), which all processes of a machine share, read after a line has arrived.
+- Times of a StreamedCompletion are time.monotonic(), which all processes of a machine share. The time of a token is
+  read after its line has arrived. Times of the request log are Unix seconds.
 - Each request has its own connection, as each user has.
 - An error ends only its own request and is one sentence in `StreamedCompletion.error`.
 - The request log `serving.jsonl` has one JSON line for the latency of each request. A line is written in one piece when
@@ -23,21 +24,21 @@ REQUEST_LOG = "serving.jsonl"
 
 
 class UserRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to a serving engine, by the clock of its sender."""
+    """A line of the request log: one request to a serving engine. Times are measured by the sender."""
 
     at: float
     """Unix seconds at which the request was due."""
     seconds: float
-    """Time from `at` until its last token or its failure."""
+    """Time from `at` until the end of the answer or the failure of the request."""
     prompt_tokens: int
     tokens: int = 0
-    """Tokens that came."""
+    """Number of generated tokens."""
     first_token_seconds: float | None = None
-    """TTFT: from `at` to its first token; None if it got none."""
+    """TTFT: time from `at` to the first token; None without a token."""
     token_seconds: float | None = None
-    """TPOT: the mean time between its tokens; None where there were fewer than two."""
+    """TPOT: mean time from one token to the next; None with fewer than two tokens."""
     error: str = ""
-    """Why it failed; empty if it did not."""
+    """Why the request failed; empty if it succeeded."""
 
 
 PREFIX, DONE = b"data: ", b"[DONE]"

@@ -64,9 +64,10 @@ def read_trace(source: str, *, first: int = 0, count: int | None = None) -> list
 
 
 def take_arrivals(rows: Iterable[Arrival], source: str, *, first: int = 0, count: int | None = None) -> list[Arrival]:
-    """Take `count` arrivals, beginning at row `first` (0 is the first row); all rows if `count` is None.
+    """Take `count` arrivals, beginning at row `first` (0 is the first row); all further rows if `count` is None.
 
-    Raises TraceError if the trace is unreadable, too short or not in order of time. `source`: its name in the error.
+    `source`: name of the trace in errors. Raises TraceError if the trace is unreadable, too short or not in order of
+    time, or if all arrivals are at one time.
     """
     try:
         taken = list(islice(rows, first, None if count is None else first + count))

@@ -38,8 +38,8 @@ class TrainerConfig:
     max_staleness: int = 4
     """Largest lag, in versions. Samples with tokens of an older policy are not trained on."""
     truncated: str = "train"
-    """Treatment of samples that were cut off by `max_turns` or by their context: `train` takes them as the others,
-    with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
+    """Treatment of samples that were cut off by `max_turns` or by their context: `train` trains on them with the reward
+    that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
     algorithm: str = "grpo"
     """Algorithm, which turns rewards into advantages and a loss: `grpo`, `rloo` (leave-one-out baseline), or a class of
     your own as `package.module:Class` (`workers/trainer/algorithms/__init__.py` has the interface)."""
@@ -66,9 +66,9 @@ class TrainerConfig:
     importance_cap: float = 2.0
     """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
     max_logprob_difference: float = 0.05
-    """Largest mean difference, in nats, between the trainer's logprobs of on-policy tokens and those that a worker's
-    engine recorded, or all engines. Above it an engine computes another policy than the trainer, which then ends before
-    it learns. Raise it for engines of low precision."""
+    """Largest mean difference, in nats, between the logprobs of on-policy tokens that the trainer computes and the
+    logprobs that one worker's engine, or all engines, recorded. If the difference is larger, an engine computes another
+    policy, and the trainer ends before it learns. Raise this for engines of low precision."""
     scale_by_deviation: bool = True
     """Whether `grpo` divides advantages by the standard deviation of their group."""
     minibatches: int = 2

@@ -52,9 +52,8 @@ class FencedCommitter:
         Raises BusError.
         """
         if not self._settings.embedded:
-            self._mark = reader.commit_metadata([OUTCOMES_PLACE])[
-                OUTCOMES_PLACE
-            ]  # read before the offsets: if the offsets are not a newer stream's, the mark is not either
+            # Read before the offsets: if the offsets are not a newer stream's, the mark is not either.
+            self._mark = reader.commit_metadata([OUTCOMES_PLACE])[OUTCOMES_PLACE]
         offsets = self.writer.committed_offsets(reader, [*places, OUTCOMES_PLACE])
         if not self._settings.embedded:
             stood = {place: offset for place, offset in offsets.items() if offset is not None}

@@ -87,11 +87,11 @@ class Learner:
         return self._reject_skipped(groups, done, version), done
 
     def check_finite(self, groups: Sequence[SelectedGroup], version: int) -> None:
-        """Raises PolicyRefused if the policy, as `version`, computes logprobs of these groups that are not finite."""
+        """Check that the policy computes finite logprobs of these groups. Raises PolicyRefused, naming `version`."""
         if not dry_run_policy(self.model, _trained(groups), config=self._config):
             raise PolicyRefused(
                 f"version {version} is neither kept nor published: its logprobs of the samples that it learned "
-                "from are no numbers; start again with a lower trainer.learning_rate"
+                "from are not finite; start again with a lower trainer.learning_rate"
             )
 
     def _train_without_faulty(

@@ -2,12 +2,13 @@
 
 Keeps true
 - Weights and arithmetic are float32: the engine's recorded logprobs and the trainer's agree to about 1e-6.
-- A token's logprob is that of the distribution it was drawn from: of the logits over the temperature of its turn.
-- The model is in evaluation mode, also while gradients flow: no engine samples with dropout, layers left out or noise
-  in a router, so a policy that computes with them is another one than that which sampled.
-- Attention has all that the configuration asks for, as engines have it: kernels that leave some of it out are not used.
-  So have layers of which vLLM computes something else than transformers (`engine_layers`).
-- A folder that does not load gives one sentence, never a half-loaded model. Code that a folder brings is never run.
+- A token's logprob is that of the distribution from which it was sampled: the logits divided by the temperature of the
+  turn.
+- The model is in evaluation mode, also for gradients: engines sample without dropout, layer dropping and router noise,
+  so a policy with them would differ from the policy that sampled.
+- Attention has every feature of the configuration, as in engines: kernels that omit a feature are not used. Layers that
+  vLLM computes differently from transformers are replaced (`engine_layers`).
+- A folder that does not load raises an error of one sentence, and no model is returned. Code in a folder is never run.
 - Padding is on the right, attention is causal and angles do not follow the longest row of a pass, so a token's logprob
   does not depend on its batch.
 """
@@ -35,11 +36,11 @@ REASON_CHARACTERS = 300
 """Most characters of a library's message that are passed on; some messages have pages."""
 
 PROBED = 8
-"""Tokens on which a policy that was loaded is tried."""
+"""Number of tokens that a loaded policy computes for a check."""
 
 
 def load_policy(folder: Path) -> Any:
-    """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises UsageError."""
+    """Load the folder's model in float32 and evaluation mode; a `transformers.PreTrainedModel`. Raises UsageError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -56,7 +57,7 @@ def load_policy(folder: Path) -> Any:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # else transformers raises without a word of which tensors they are
+            ignore_mismatched_sizes=True,  # otherwise transformers raises an error that does not name the tensors
             output_loading_info=True,
         )
     except UsageError:
@@ -86,7 +87,10 @@ def load_policy(folder: Path) -> Any:
 
 
 def _refuse_not_finite(model: Any, folder: Path) -> None:
-    """Before any other look at its values: what is no number is like nothing else. Raises FolderError."""
+    """Refuse a model with values that are not finite. Raises FolderError.
+
+    Call this before checks that compare values: NaN is unequal to every value.
+    """
     if all(parameter.isfinite().all() for parameter in model.parameters()):
         return
     held = folder_tensors(folder)
@@ -96,10 +100,10 @@ def _refuse_not_finite(model: Any, folder: Path) -> None:
 
 
 def _refuse_untied(model: Any, folder: Path) -> None:
-    """Refuse a head of its own in a folder that config.json calls tied. Raises FolderError.
+    """Refuse tensors that differ although config.json ties them, such as head and embedding. Raises FolderError.
 
-    transformers and vLLM 0.32 compute with the head of the files where it differs from the embedding. Programs that go
-    by config.json compute with the embedding, so the exported folder would be two policies.
+    If the head differs from the embedding, transformers and vLLM 0.32 compute with the head. Programs that follow
+    config.json compute with the embedding, so the exported folder would be two policies.
     """
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(other):
@@ -109,14 +113,14 @@ def _refuse_untied(model: Any, folder: Path) -> None:
 
 
 def _probe_policy(model: Any, folder: Path) -> None:
-    """Compute a few tokens, since a model raises only then what it cannot compute. Raises FolderError."""
+    """Compute a few tokens: some models load and cannot compute, or compute no finite logprobs. Raises FolderError."""
     tokens = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings))[None]
     try:
-        numberless = produces_nonfinite(model, tokens)
+        nonfinite = produces_nonfinite(model, tokens)
     except Exception as error:  # as above
         raise FolderError(f"{folder} loads, and transformers cannot compute it: {_one_line(error)}") from error
-    if numberless:
-        raise FolderError(f"{folder}: the policy computes logprobs that are no numbers, of whatever it is given")
+    if nonfinite:
+        raise FolderError(f"{folder}: the policy computes logprobs that are not finite, whatever the tokens")
 
 
 def _one_line(error: Exception) -> str:
@@ -128,7 +132,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _refuse_whole_heads(model: Any, folder: Path) -> None:
-    """Some models of transformers turn whole heads whatever part config.json says; vLLM turns the part."""
+    """Refuse a partial rotary factor that transformers ignores for the model's type. Raises FolderError.
+
+    Such a model rotates whole heads in transformers, and a part of each head in vLLM.
+    """
     for module in model.modules():
         config, turned = getattr(module, "config", None), getattr(module, "inv_freq", None)
         angles = getattr(config, "rope_parameters", None)
@@ -146,7 +153,7 @@ def _keep_short_angles(model: Any) -> None:
     """Keep the angles of short contexts in models that have other angles for long contexts.
 
     Transformers would use the long angles for all rows of a pass with a long row, and vLLM for all turns of an engine
-    that may have a long turn. No context is that long (`model_config.most_tokens`).
+    that may have a long turn. No context is that long (`model_config.max_context_tokens`).
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in SHORT_AND_LONG:
@@ -154,9 +161,10 @@ def _keep_short_angles(model: Any) -> None:
 
 
 def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> Tensor:
-    """Logprob of every token given those before it; the first has none and gets 0. (rows, tokens) in and out.
+    """Return the logprob of every token given the tokens before it; 0 for the first token of a row.
 
-    `temperatures`: at which each token was drawn, above 0, of the same shape; None is 1 everywhere.
+    `tokens`, `temperatures` and the result have shape (rows, tokens). `temperatures`: sampling temperature of each
+    token, above 0; None: 1 for all tokens.
     """
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     if temperatures is not None:
@@ -166,9 +174,9 @@ def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = Non
 
 
 def produces_nonfinite(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
-    """Whether logprobs of these tokens are no numbers though the weights are.
+    """Whether logprobs of these tokens are not finite although all weights are finite.
 
-    A weight that is not a number is reported by name when it is published.
+    A weight that is not finite is reported by name when it is published.
     """
     with torch.no_grad():
         well = token_logprobs(model, tokens, temperatures).isfinite().all()

@@ -30,7 +30,7 @@ from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
 
 LEAST_COMPARED_TOKENS, LEAST_OF_WORKER, MOST_OF_WORKER = 16, 64, 256
-"""Fewer on-policy tokens say too little about all engines, or about one; and how many are enough to judge one."""
+"""Least on-policy tokens to judge all engines together, least to judge one engine, and enough to judge one engine."""
 
 
 class EngineMismatch(UsageError):
@@ -100,10 +100,10 @@ def train_step(
 ) -> StepMetrics:
     """Update the model in place with one step on whole groups.
 
-    Each inner sequence of `groups` is one complete group. `version` is the model's version; None: samples are not
-    compared with the model.
+    Each inner sequence of `groups` is one complete group. `version` is the model's version; None: engines are not
+    checked.
 
-    Raises AlgorithmError, and what `check_engines` raises.
+    Raises AlgorithmError, or EngineMismatch (`check_engines`).
     """
     of_groups = [_rows(group, algorithm) for group in groups]
     live = [(place, rows) for place, rows in enumerate(of_groups) if rows is not None]
@@ -171,12 +171,13 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
 
 
 def check_engines(model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int) -> None:
-    """Compare the model's logprobs with those that each worker recorded of tokens of this version, the model's own.
+    """Compare the model's logprobs with those that each worker's engine recorded. `version`: the model's version.
 
-    About MOST_OF_WORKER tokens of each worker are compared, from its longest samples: short samples would not show a
-    difference that begins far into a context. Workers with fewer than LEAST_OF_WORKER tokens are judged only together
-    with the others. Raises EngineMismatch if the mean absolute difference of a worker, or of all, is more than
-    `max_logprob_difference`.
+    About MOST_OF_WORKER tokens of each worker are compared, from its longest samples: a difference far into a context
+    does not show in short samples. Only samples whose tokens were all sampled with this version are compared. Workers
+    with fewer than LEAST_OF_WORKER tokens are judged only together with the others.
+
+    Raises EngineMismatch if the mean absolute difference of a worker, or of all, is more than `max_logprob_difference`.
     """
     found = {name: values for name, values in _differences(model, samples, config, version).items() if values}
     everything = [value for values in found.values() for value in values]
@@ -185,24 +186,24 @@ def check_engines(model: Any, samples: Sequence[TrainingSample], config: Trainer
     whole = fmean(everything) if len(everything) >= LEAST_COMPARED_TOKENS else 0.0
     worst = max(judged, key=lambda name: judged[name], default="")
     if judged and judged[worst] > most and any(fmean(found[name]) <= most for name in found if name != worst):
-        who, difference, tokens = f"the engine of worker {worst} computes", judged[worst], len(found[worst])
+        subject, difference, tokens = f"the engine of worker {worst} computes", judged[worst], len(found[worst])
         fix = "begin again in another --namespace without that worker"
     elif max(whole, judged.get(worst, 0.0)) > most:
-        who, difference, tokens = "the engines compute", whole, len(everything)
+        subject, difference, tokens = "the engines compute", whole, len(everything)
         fix = "take a model folder that vLLM and transformers compute alike"
     else:
         return
     raise EngineMismatch(
-        f"{who} another policy than the trainer: the logprobs of {tokens} tokens that version {version} sampled differ "
-        f"by {difference:.2g} nats on average, and trainer.max_logprob_difference is {most:g}; nothing was learned "
-        f"from these samples: {fix}, or raise the setting if engines compute in low precision"
+        f"{subject} another policy than the trainer: the logprobs of {tokens} tokens that version {version} sampled "
+        f"differ by {difference:.2g} nats on average, and trainer.max_logprob_difference is {most:g}; nothing was "
+        f"learned from these samples: {fix}, or raise the setting if engines compute in low precision"
     )
 
 
 def _differences(
     model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int
 ) -> dict[str, list[float]]:
-    """The absolute differences of the logprobs of sampled tokens, in nats, by worker. Values that are finite alone."""
+    """Return the finite absolute differences of the logprobs of sampled tokens, in nats, by worker."""
     chosen: list[TrainingSample] = []
     enough: Counter[str] = Counter()
     for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):

@@ -3,10 +3,10 @@
 Keeps true
 - A fault for which vLLM or transformers would raise a traceback (no config, a truncated file, another vocabulary) is
   reported in one sentence.
-- Everybody reads the same files: those that model.safetensors.index.json names, or model.safetensors where there is
-  no index. A folder of which vLLM or transformers would read others is refused.
-- What travels are the tensors of floating point. Integers and truth values, such as masks, are no weights: they stay as
-  they are in everybody's own folder.
+- ROSE, vLLM and transformers read the same files: those that model.safetensors.index.json names, or model.safetensors
+  without an index. A folder of which vLLM or transformers would read other files is refused.
+- Tensors of floating point are published. Tensors of integers and booleans, such as masks, are no weights: each process
+  has them in its own folder.
 """
 
 import json
@@ -39,10 +39,10 @@ LFS_POINTER = b"version https://git-lfs"
 """First bytes of a file whose content git-lfs has not fetched."""
 
 OTHER_TASK = re.compile("For(?!CausalLM)[A-Z]|RewardModel$")
-"""In the name of a class that is no causal language model, as LlamaForSequenceClassification."""
+"""Matches names of classes that are no causal language model, such as LlamaForSequenceClassification."""
 
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
-"""Files of weights that are no safetensors."""
+"""Patterns of weight files in other formats than safetensors."""
 
 NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "training_args", "rng_state")
 """Beginnings of the names of files that trainers write beside the weights."""
@@ -121,7 +121,7 @@ def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 def check_format(folder: Path) -> None:
-    """Raises FolderError for an adapter, and for weights that are held in another format than safetensors alone."""
+    """Refuse an adapter, and weights in other formats without a safetensors file. Raises FolderError."""
     if (folder / ADAPTER).is_file():
         raise FolderError(f"{folder} has an {ADAPTER}: merge the adapter into its model, or remove its files")
     if not any(folder.glob(WEIGHT_FILES)):
@@ -131,7 +131,7 @@ def check_format(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """The folder's config.json, which is a language model's. Raises FolderError."""
+    """Return the folder's config.json. Raises FolderError unless it describes a causal language model."""
     check_format(folder)
     try:
         config = json.loads((folder / CONFIG).read_bytes())
@@ -175,7 +175,7 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files that hold the folder's tensors. Raises FolderError."""
+    """Return the names of the files that hold the folder's tensors. Raises FolderError."""
     check_format(folder)
     held = sorted(path.name for path in folder.glob(WEIGHT_FILES))
     if (folder / INDEX).is_file():
@@ -183,7 +183,7 @@ def weight_files(folder: Path) -> list[str]:
     if not held:
         raise FolderError(f"{folder} holds no *.safetensors: a model folder must say what its tensors are")
     if WHOLE not in held:
-        raise FolderError(f"{folder} holds no {WHOLE} and no {INDEX}: nobody would load {held[0]}")
+        raise FolderError(f"{folder} holds no {WHOLE} and no {INDEX}: transformers would not load {held[0]}")
     if others := [name for name in held if name != WHOLE]:
         raise FolderError(f"{folder} holds {others[0]} beside {WHOLE}, and vLLM would load both: remove one of them")
     return [WHOLE]
@@ -213,7 +213,7 @@ def _indexed(folder: Path, held: list[str]) -> list[str]:
 
 
 def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
-    """Every tensor of a model folder, from the headers of its files. Raises FolderError."""
+    """Return every tensor of a model folder by name, from the headers of its files. Raises FolderError."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, FolderTensor] = {}
@@ -260,14 +260,14 @@ def _is_pointer(file: Path) -> bool:
 
 
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a version of this model, by name. Raises FolderError."""
+    """Return the shape of every tensor that is published, by name. Raises FolderError."""
     return {name: tensor.shape for name, tensor in folder_tensors(folder).items() if tensor.travels}
 
 
 def held_tensors(
     folder: Path, held: Mapping[str, FolderTensor], names: Iterable[str]
 ) -> Iterator[tuple[str, "Tensor"]]:
-    """These tensors as the folder holds them, file by file. `held`: see `folder_tensors`. Raises FolderError."""
+    """Yield the named tensors of a folder, file by file. `held`: see `folder_tensors`. Raises FolderError."""
     from safetensors import SafetensorError, safe_open
 
     by_file: dict[str, list[str]] = {}

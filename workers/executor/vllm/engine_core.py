@@ -119,7 +119,7 @@ class InProcessBackend:
         return PolicyWeights(worker, folder, shapes)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
-        """Have `hook` called before each attention layer and before sampling."""
+        """Call `hook` before each attention layer, before the logits and before the sampling."""
         runner = in_process_worker(core).model_runner
         for module in (*runner.get_model().modules(), runner.sampler):
             if isinstance(module, Attention | LogitsProcessor | Sampler):
@@ -268,7 +268,7 @@ def _error_text(error: Exception) -> str:
 def _arguments(config: EngineConfig, backend: ModelBackend) -> dict[str, Any]:
     return {
         "model": str(config.model_folder),
-        "config_format": "hf",  # the default prefers params.json, of which the trainer and the checks know nothing
+        "config_format": "hf",  # the default prefers params.json, which the trainer and the checks do not read
         "runner": "generate",
         "skip_tokenizer_init": True,
         "load_format": "safetensors",

@@ -36,7 +36,7 @@ class EndpointInfo:
     """Facts about a server that was checked."""
 
     model_folder: Path
-    """The weights that it was started with."""
+    """Folder of the weights that the server was started with."""
     dtype: str
     """Element type of its computation, such as "float32"."""
     max_logprobs: int

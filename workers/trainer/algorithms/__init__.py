@@ -3,9 +3,8 @@
 Keeps true
 - An algorithm is a pair of pure functions: no clock, no randomness, no I/O, no change of the arguments. A step is
   repeated after a restart and must then give the same policy.
-- A result that a step cannot use is an AlgorithmError, before any weight has changed by it.
-- Whatever is wrong with a name or a class is one UnknownAlgorithm or AlgorithmError, raised before the trainer reads or
-  fences anything.
+- A result that a step cannot use raises AlgorithmError before the result has changed a weight.
+- A wrong name or class raises UnknownAlgorithm or AlgorithmError before the trainer reads or fences anything.
 
 Example (a user's module, set as `trainer.algorithm = "my_module:PlainReinforce"`)
     class PlainReinforce:
@@ -78,7 +77,7 @@ class TrainingSample:
 
 
 class AlgorithmError(UsageError):
-    """An algorithm returned what a step cannot use."""
+    """An algorithm returned a value that a step cannot use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +189,13 @@ def make_algorithm(config: TrainerConfig) -> Algorithm:
 
 
 def _factory_error(factory: object) -> str | None:
-    """Why nothing like this makes an algorithm; None if it may."""
+    """Return why the trainer cannot call `factory` to make an algorithm; None if it can."""
     unbound = "cannot be made with the trainer's settings as its one argument ({error})"
     return class_error(factory, methods=METHODS, arguments=1, unbound=unbound)
 
 
 def _method_error(algorithm: object) -> str | None:
-    """Why this object cannot be called as an algorithm; None if it can."""
+    """Return why the object is no algorithm; None if it has the methods of one."""
     for name in METHODS:
         method = getattr(algorithm, name, None)
         if not callable(method):
