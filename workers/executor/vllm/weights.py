@@ -30,13 +30,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from rose.workers.executor.vllm.spare_weights import (
-    exchange_parameters,
-    first_not_finite,
-    make_spare,
-    tensors_equal,
-    write_version,
-)
+from rose.workers.executor.vllm import spare_weights
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
 from rose.workers.weights.folder_names import COMPUTED
 from rose.workers.weights.model_folder import folder_tensors, held_tensors
@@ -116,14 +110,14 @@ def check_version(
         raise SwapRefused(f"{len(missing)} tensors are missing, the first is {min(missing)}")
     for name, tensor in version.items():
         _check_tensor(name, tensor, shapes[name], engine_dtype)
-    if name := (yield from first_not_finite(version)):
+    if name := (yield from spare_weights.first_not_finite(version)):
         raise SwapRefused(f"{name} holds a value that is not finite")
     return version
 
 
 def _check_head(head: Tensor, embedding: Tensor) -> Iterator[None]:
     if head.shape == embedding.shape and head.dtype == embedding.dtype and head.device == embedding.device:
-        for same in tensors_equal(head, embedding):
+        for same in spare_weights.tensors_equal(head, embedding):
             if not same:
                 break
             yield
@@ -170,14 +164,14 @@ class PolicyWeights:
             return
         model = self._worker.get_model()
         refuse_unsupported_layers(model)
-        spare = make_spare(model)
+        spare = spare_weights.make_spare(model)
         with torch.no_grad():
             for parameter in spare.parameters():
                 parameter.fill_(math.nan if parameter.is_floating_point() else -1)
         read: dict[str, int] = {}
         held = self._of_folder()
         try:
-            for _ in write_version(spare, held, read=read):
+            for _ in spare_weights.write_version(spare, held, read=read):
                 pass
             name = first_difference(model, spare)
         except Exception as error:  # a loader raises any type of exception if it needs more than a version has
@@ -233,7 +227,7 @@ class PolicyWeights:
         try:
             self.allocate_spare()
             if self._spare is not None:
-                yield from write_version(self._spare, version)
+                yield from spare_weights.write_version(self._spare, version)
         except Exception as error:  # after any error of a loader or kernel the old version continues to serve
             raise SwapRefused(f"it could not be prepared: {error}") from error
 
@@ -244,7 +238,7 @@ class PolicyWeights:
         """
         if current_platform.is_cpu():
             assert self._spare is not None
-            exchange_parameters(self._worker.get_model(), self._spare)
+            spare_weights.exchange_parameters(self._worker.get_model(), self._spare)
             return
         try:
             self._reload(version)
