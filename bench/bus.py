@@ -9,9 +9,11 @@ router, the load with the rights of an environment worker and an executor.
 core        Decisions a second of one core: a recorded history of 200 executors and 10,000 live trajectories is
             replayed through the pure core. A decision is one request and its dispatch; results and heartbeats are part
             of the history and of the measured time. Time is processor time, so other load does not count.
-core_scale, With `--scale`, and instead of all other checks: decisions a second with fleets of 50 to 5,000 workers,
-core_growth relative to an older commit with 50 workers in the same run; and how much ten times the workers add to the
-            cost of a decision. A search over all executors would miss the first bound, a slow core the second.
+core_beside_measure, core_growth
+            With `--scale`, and instead of all other checks: decisions a second with fleets of 50 and 5,000 workers,
+            relative to an older commit with the same fleets in the same run; and the factor by which ten times the
+            workers increase the cost of a decision, with 50 to 5,000 workers. A slow core would miss the first bound,
+            a search over all executors the second.
 router      Turns a second through the real router process: a fixed number of turns is in flight, so no queue grows.
             Requests, results and heartbeats all pass the broker.
 p50_ratio,  Latency from request to inbox through the router, relative to a bare confluent-kafka loop that moves the
@@ -59,7 +61,7 @@ SETTLE_SECONDS = 4.0
 """Seconds of load at the beginning of each window that do not count: librdkafka takes up to 1 s to resume a partition,
 and a router that was stopped for long joins its consumer group again."""
 SHORT = 150
-"""Context lengths in tokens, whose turns a second are compared with the turns a second of LONG contexts."""
+"""Length of the contexts in tokens whose turns a second are compared with the turns a second of LONG contexts."""
 PAIRS = 3
 """Number of pairs of windows: one window with short and one with long contexts."""
 WARM_SECONDS = 10.0

@@ -61,15 +61,20 @@ def options(about: str | None) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--json", type=_writable, metavar="FILE", help="also write the result as JSON; - is standard output"
+        "--json", type=_output, metavar="FILE", help="also write the result as JSON; - is standard output"
     )
     return parser
 
 
-def _writable(file: str) -> str:
-    if file != "-" and not is_writable(Path(file)):
+def writable(file: str) -> Path:
+    """Return the path of an output file. Raises ArgumentTypeError if it cannot be written."""
+    if not is_writable(Path(file)):
         raise argparse.ArgumentTypeError(f"{file} cannot be written: name a file in a folder that is there")
-    return file
+    return Path(file)
+
+
+def _output(file: str) -> str:
+    return file if file == "-" else str(writable(file))
 
 
 def say(text: str) -> None:

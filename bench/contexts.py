@@ -36,8 +36,8 @@ from rose.workers.executor.contexts import ContextStore
 
 TURNS = 20
 LONG = 16_000
-"""Context length in tokens. The bytes of longer contexts are compared with the bytes of their new tokens, the bytes of
-shorter contexts with the bytes of the whole context."""
+"""Context length in tokens. From this length on the bytes are compared with the bytes of the new tokens, for shorter
+contexts with the bytes of whole contexts."""
 PREFILL_TOKENS_PER_SECOND = 20_000.0
 """Prefill rate of the executor to which a read-back is compared: about 1.6 s for 32,000 tokens."""
 LIVE = 2_000
@@ -167,7 +167,7 @@ def read_back(settings: BusSettings, context: int) -> Check:
             began = time.perf_counter()
             assert contexts.find(dispatch) is None, "nothing is kept of it"
             while not (found := list(contexts.take_found())):
-                time.sleep(0.0005)  # the executor's loop looks every 2 ms at most
+                time.sleep(0.0005)  # no event reports a found context, and an executor's loop polls too, every 2 ms
             seconds.append(time.perf_counter() - began)
             assert not isinstance(found[0][1], ContextMissing), found[0][1]
     p99 = statistics.quantiles(seconds[1:], n=100)[98]

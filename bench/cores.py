@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from bench.check import Check
 
 MEASURE = "2169c8a"
-"""The commit of the reference core: the last commit before the packages moved under `rose`."""
+"""The commit of the reference core."""
 
 FLEETS = {50: 2_500, 200: 10_000, 1_000: 40_000, 5_000: 100_000}
 """Number of workers, and the number of trajectories that are live at once."""

@@ -27,13 +27,14 @@ from typing import Any
 from bench.check import keep, options, say
 from bench.coserving.arms import ARMS, SWEEP, TRAJECTORIES, Arm, Guest
 from bench.coserving.curve import draw
-from bench.coserving.figures import latency, percentile
+from bench.coserving.figures import latency
 from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
 from bench.coserving.results import checks, published_ratios, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
 from bench.coserving.square import SQUARE, read_arrivals
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
+from bench.percentiles import percentile
 from rose.schemas.errors import RoseError
 from rose.workers.loadgen.requests import StreamedCompletion
 from rose.workers.loadgen.traces import TraceScaling, TraceWindow, scale_requests

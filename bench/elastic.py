@@ -18,9 +18,9 @@ real trace, replayed `--speed` times as fast. The delays of each arm are shorten
 A second run with ROSE kills the control app in mid-run and measures how long its grants remain in force.
 
 All arms have the same prompts, sampled tokens and users. Each arm first runs a few trajectories that are not counted:
-processes are cold, and a control app without experience expects a lender to take 20 s. `--json FILE` writes one object
-with `checks` and each arm's figures. Exit status 1 if an arm is not clean: a trajectory was lost or doubled, or an
-executor was sent more than it offered.
+processes are cold, and a control app without measurements expects a lender to take 20 s. `--json FILE` writes one
+object with `checks` and each arm's figures. Exit status 1 if an arm is not clean: a trajectory was lost or doubled, or
+an executor was sent more than it offered.
 """
 
 import argparse
@@ -185,7 +185,7 @@ def _warm_up(running: Rollout) -> None:
 def _kill_control(running: Rollout) -> float:
     """Kill the control app with SIGKILL in mid-run; return the time."""
     assert running.control is not None
-    time.sleep(KILLED_AFTER_SECONDS)  # a time of the trace: if no lender lends at this time, a check is missed
+    time.sleep(KILLED_AFTER_SECONDS)  # the kill has a fixed time; if no lender lends then, a check is missed
     running.control.send_signal(signal.SIGKILL)
     return time.time()
 

@@ -8,7 +8,7 @@ Thread and process alternate, and the medians are compared.
 processor   Additional processor time of a step in a process, in microseconds, of worker and process together, with many
             steps under way.
 latency     Additional time of a single step from its start to its answer, in milliseconds, at the median.
-begin       Seconds until a new process has answered its first step: the delay of steps whose process has ended.
+begin       Seconds until a new process has answered its first job: the delay of jobs whose process has ended.
 memory      MiB of a process and its keeper; shared memory is divided by the number of its users.
 `--json FILE` stores the result.
 """

@@ -4,7 +4,7 @@
     python -m bench.heartbeats                           on the embedded broker
 
 One router process serves all cells. A separate process sends a heartbeat of every executor each `BEAT_SECONDS`, spread
-over time. Each executor holds as many turns as it may, and its rates vary with each heartbeat.
+over time. Each executor holds TURNS turns without room for another, and its rates vary with each heartbeat.
 
 share       Share of one core for each cell: the router's processor time per heartbeat, in a window with heartbeats
             only, times the heartbeats of a cell in one second. Only heartbeats on the log count, because a delayed
@@ -47,7 +47,7 @@ BEAT_SECONDS = 0.2
 """The longest heartbeat interval that an executor's configuration allows; the default is half of it."""
 
 TURNS = 8
-"""Number of turns that each steady executor holds, which is its maximum."""
+"""Number of turns that each steady executor holds; it offers no room for another turn."""
 
 WARM_SECONDS = 10.0
 CHANGES = 200

@@ -48,7 +48,7 @@ TRAJECTORIES = 8
 FIRST_GROUPS = 5
 """Number of groups at the start that are not counted, because processes and caches are cold."""
 FLOOR_ROUNDS, FLOOR_COLD = 250, 50
-"""Number of measured rounds, and of rounds at the start that are not counted."""
+"""Number of rounds, and of rounds at the start that are not counted."""
 FLOOR_BYTES = 600
 HOPS = 3
 """Number of hops: request to router, dispatch to inbox, result to environment worker."""
@@ -96,7 +96,7 @@ def floor(settings: BusSettings) -> dict[str, dict[str, float]]:
         while reader.poll(1.0) is None:
             pass
         hops.append(time.perf_counter() - began)
-        time.sleep(FLOOR_PAUSE_SECONDS)  # otherwise the next transaction would wait for the end of this one
+        time.sleep(FLOOR_PAUSE_SECONDS)  # no client reports that the broker has ended the transaction
     reader.close()
     return {"transaction": percentiles(transactions[FLOOR_COLD:]), "hop": percentiles(hops[FLOOR_COLD:])}
 

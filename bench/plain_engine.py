@@ -131,7 +131,7 @@ class _Batch:
         tokens = torch.zeros(len(fresh), width, dtype=torch.long)
         mask = torch.zeros(len(fresh), width, dtype=torch.long)
         for i, new in enumerate(fresh):
-            # A row's first token is in column 0, so that every column has a token to attend to.
+            # A row's first token is in column 0, so that every position of the row has a token to attend to.
             head = new[:1] if self._mask.shape[1] == 0 else []
             tail = new[len(head) :]
             tokens[i, : len(head)] = torch.tensor(head, dtype=torch.long)

@@ -57,7 +57,7 @@ class Policy(ABC):
         """Count an answered turn."""
         self.outstanding[executor] -= 1
 
-    def ended(self, trajectory_id: str) -> None:  # noqa: B027  most policies keep nothing of it
+    def ended(self, trajectory_id: str) -> None:  # noqa: B027  most policies keep no state of a trajectory
         """Forget a trajectory after its last turn."""
 
     @abstractmethod

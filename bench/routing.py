@@ -47,7 +47,7 @@ LEAST_REUSE, MOST_WAIT, MOST_LOAD = 0.97, 0.5, 1.25
 mean."""
 
 EPSILON_SECONDS = 1e-3
-"""Lower bound of a p99 wait that is used as a divisor."""
+"""Least divisor: a shorter p99 wait of the compared policy counts as this time."""
 
 BUSY = 0.6
 """Share of the time that the fleet would need with all lanes busy if no token was computed twice. Lanes are seldom all

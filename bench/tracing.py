@@ -49,11 +49,16 @@ class Blind(Writer):
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
         ready = record if isinstance(record, EncodedRecord) else encoded(record)
-        name, own_headers = (
+        own_headers = [*headers_of(ready.record, trajectory_id), *(headers or {}).items()]
+        self._produce(
             self._settings.topic(topic),
-            [*headers_of(ready.record, trajectory_id), *(headers or {}).items()],
+            key.encode(),
+            ready.wire,
+            partition,
+            own_headers,
+            on_delivery,
+            counts.written(topic),
         )
-        self._produce(name, key.encode(), ready.wire, partition, own_headers, on_delivery, counts.written(topic))
 
 
 def request(number: int) -> TurnRequest:

@@ -36,7 +36,7 @@ BITS = 8
 
 @dataclass
 class Totals:
-    """Sums over updates: weights, changed weights, bits of the floor, bytes by codec, and ROSE's dense bytes."""
+    """Sums over updates: weights, changed weights, bits of the floor, bytes by codec, ROSE's slices, dense slices."""
 
     weights: int = 0
     changed: int = 0

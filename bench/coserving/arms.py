@@ -149,8 +149,8 @@ ARMS = (
     Arm(
         ALONE,
         promises=(
-            Promise("busy_at_least", "busy", 0.15, "min", "as busy as fleets are, bursts and all"),
-            Promise("busy_at_most", "busy", 0.35, "max", "as busy as fleets are, bursts and all"),
+            Promise("busy_at_least", "busy", 0.15, "min", "the busy share of serving fleets, bursts included"),
+            Promise("busy_at_most", "busy", 0.35, "max", "the busy share of serving fleets, bursts included"),
         ),
     ),
     Arm(AGAIN),

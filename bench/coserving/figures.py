@@ -1,7 +1,6 @@
 """Figures of request windows: percentiles over requests, medians over windows, and the resolution of ratios.
 
 Keeps true
-- A percentile is a measured value (nearest rank), never an interpolated value.
 - A failed request has no latency and misses every budget: the attainment counts it, percentiles do not.
 - A ratio is resolved only if its distance from 1 is larger than the distance of `again` from `alone`.
 
@@ -45,13 +44,6 @@ def outside_seconds(answer: StreamedCompletion) -> float:
     This part is HTTP, and the time until the scheduler has the request.
     """
     return answer.moments[0] - answer.sent - answer.queue_seconds - answer.prefill_seconds
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that `percent` of the values do not exceed; NaN without values."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 def attainment(values: Sequence[float], budget: float, *, failed: int) -> float:

@@ -29,7 +29,7 @@ WINDOWS = 5
 
 UNLOADED_REQUESTS = 40
 WARM_REQUESTS = 10
-"""Number of requests before the search: a new server's first answers are slow."""
+"""Number of requests before the unloaded requests, which do not count: a new server's first answers are slow."""
 
 
 class PaceError(RoseError):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from bench.check import Check
 from bench.coserving.arms import AGAIN, ALONE, Arm, Promise
-from bench.coserving.figures import Ratio, Summary, harvest, latency, outside_seconds, percentile, ratio, summary
+from bench.coserving.figures import Ratio, Summary, harvest, latency, outside_seconds, ratio, summary
 from bench.coserving.windows import Budgets, Window, figures
+from bench.percentiles import percentile
 from rose.workers.loadgen.requests import StreamedCompletion
 
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")

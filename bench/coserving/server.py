@@ -76,7 +76,7 @@ COUNTERS = (
 
 
 class ServerError(RoseError):
-    """The server does not run, or another client uses it."""
+    """The server does not start, has ended or does not answer."""
 
 
 SERVED = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}

@@ -16,9 +16,10 @@ from itertools import pairwise
 
 from bench.coserving.arms import Arm
 from bench.coserving.clients import REQUEST_SECONDS, RolloutResult, UserResult, UserTask
-from bench.coserving.figures import attainment, covered, engine_seconds, latency, outside_seconds, percentile
+from bench.coserving.figures import attainment, covered, engine_seconds, latency, outside_seconds
 from bench.coserving.processes import Client
 from bench.coserving.server import MODEL_NAME, Server
+from bench.percentiles import percentile
 from rose.workers.loadgen.requests import StreamedCompletion
 from rose.workers.loadgen.traces import TraceWindow
 

@@ -166,7 +166,7 @@ class Engine:
         return self._leave(self.running[name], ABORTED, now, reason)
 
     def youngest(self) -> str:
-        """Return the turn whose loss costs least."""
+        """Return the name of the turn with the fewest sampled tokens, of equal turns the newest."""
         return min(self.running.values(), key=lambda work: (work.sampled, -work.scheduled_at)).name
 
     def drop(self) -> None:

@@ -5,11 +5,10 @@ import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from bench.check import keep, options, say
+from bench.check import keep, options, say, writable
 from bench.gpu import __doc__ as about
 from bench.gpu.catalog import CHECKS
 from bench.gpu.runner import GOOD, run_checks
-from rose.pipeline.config.options import is_writable
 
 
 def _names(text: str) -> list[str]:
@@ -19,20 +18,14 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _results(text: str) -> Path:
-    if not is_writable(Path(text)):
-        raise ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there")
-    return Path(text)
-
-
 def main() -> int:
-    """Run the checks. Returns 1 if one failed or missed a bound, or had no time."""
+    """Run the checks. Return 1 if a check failed, missed a bound or had no time."""
     parser = options(about)
-    parser.add_argument("--only", type=_names, default=list(CHECKS), metavar="A,B", help="run these checks alone")
+    parser.add_argument("--only", type=_names, default=list(CHECKS), metavar="A,B", help="run only these checks")
     parser.add_argument("--seconds", type=float, default=440, help="limit of the whole run (440)")
     parser.add_argument("--dry-run", action="store_true", help="run tiny sizes on the CPU; no bound counts")
     parser.add_argument(
-        "--results", type=_results, default=Path("gpu-results.jsonl"), metavar="FILE",
+        "--results", type=writable, default=Path("gpu-results.jsonl"), metavar="FILE",
         help="append each result to this file, and skip the checks that have one there (gpu-results.jsonl)",
     )  # fmt: skip
     given = parser.parse_args()

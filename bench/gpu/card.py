@@ -1,11 +1,11 @@
-"""The device that checks measure: a CUDA GPU, or in a dry run a CPU behind the same methods.
+"""The device that checks measure: a CUDA GPU, or in a dry run a CPU with the same methods.
 
-Streams, events and graphs of a dry run do at once what a GPU does later, so a dry run shows that a check's code runs
-and none of its figures.
+Streams, events and graphs of a dry run act at once, and those of a GPU act later. So a dry run shows that the code of a
+check runs, but its figures have no meaning.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,10 +15,10 @@ from bench.gpu.driver import Driver
 from bench.gpu.report import Report
 
 WARM_UPS = 3
-"""Runs of a step before the runs that count, and before a graph is captured."""
+"""Number of runs of a step before the runs that count, and before a graph is captured."""
 
 CYCLES_PER_MS = 1_700_000
-"""About the clock of a Hopper GPU."""
+"""Clock of a Hopper GPU, about 1.7 GHz."""
 
 
 class Card:
@@ -33,14 +33,15 @@ class Card:
         return tiny if self.dry else real
 
     def stream(self, *, first: bool = False) -> Any:
-        """Return a new stream. `first`: with a higher priority than other streams."""
+        """Return a new stream. `first`: the stream has a higher priority than other streams."""
         return torch.cuda.Stream(priority=-1 if first else 0)  # type: ignore[no-untyped-call]
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Launch on `stream` within the context."""
+        """Return a context in which kernels are launched on `stream`."""
         return torch.cuda.stream(stream)
 
     def event(self) -> Any:
+        """Return a new event that records its time."""
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -48,15 +49,15 @@ class Card:
         torch.cuda.synchronize()
 
     def busy(self, milliseconds: float) -> None:
-        """Occupy the current stream for about so long."""
+        """Occupy the current stream for about this time."""
         torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
 
     def free_bytes(self) -> int:
-        """Free memory of the device as the driver counts it."""
+        """Return the bytes of the device's memory that the driver counts as free."""
         return int(torch.cuda.mem_get_info()[0])
 
     def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture a step after a few runs of it; returns what replays it on the current stream."""
+        """Capture a step as a graph, after WARM_UPS runs; return a function that replays it on the current stream."""
         side = self.stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -69,11 +70,11 @@ class Card:
         return graph.replay
 
     def stream_on(self, multiprocessors: int) -> Any:
-        """Return a stream on a part of the GPU. Raises Unavailable and RuntimeError."""
+        """Return a stream whose kernels run on this many multiprocessors. Raises Unavailable and RuntimeError."""
         return torch.cuda.ExternalStream(Driver().stream_on(multiprocessors))  # type: ignore[no-untyped-call]
 
     def milliseconds(self, step: Callable[[], Any], times: int = 10) -> list[float]:
-        """Device time of a step on the current stream, for each of `times` runs after a few others."""
+        """Return the device time of a step on the current stream, for each of `times` runs after WARM_UPS runs."""
         for _ in range(WARM_UPS):
             step()
         marks = [(self.event(), self.event()) for _ in range(times)]
@@ -129,7 +130,7 @@ class _Stream:
 class _Event:
     at = 0.0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self) -> None:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -140,7 +141,7 @@ class _Event:
 
 
 def card_of(report: Report) -> Card:
-    """The device of a check. Raises RuntimeError without a GPU, except in a dry run."""
+    """Return the device of a check, and write its name. Raises RuntimeError without a GPU, except in a dry run."""
     if report.dry:
         report.write(device="dry run on a CPU")
         return DryCard()
@@ -148,16 +149,3 @@ def card_of(report: Report) -> Card:
         raise RuntimeError("no CUDA GPU is here: --dry-run runs the checks on a CPU")
     report.write(device=torch.cuda.get_device_name())
     return Card()
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; `share` between 0 and 1."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def seconds_of(function: Callable[[], Any]) -> float:
-    """Wall time of a call, which has to wait for the device itself."""
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began

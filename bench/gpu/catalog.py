@@ -1,4 +1,4 @@
-"""The checks, in the order in which they run: quick ones that decide much come first."""
+"""The checks in the order in which they run: quick checks with much influence on the design come first."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class Entry:
     """One check."""
 
     function: str
-    """MODULE:FUNCTION; the docstring of the function says what the check decides."""
+    """MODULE:FUNCTION; the docstring of the function names the decision that depends on the check."""
     limit: float
     """Seconds after which the check's process is ended."""
 

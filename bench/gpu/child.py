@@ -9,14 +9,14 @@ from bench.gpu.report import Report, Unavailable
 
 
 def main() -> int:
-    """Run the check; FILE receives its rows, its figures and its error. Returns the exit status."""
+    """Run the check, which writes its rows, figures and error to FILE. Return the exit status."""
     module, _, function = sys.argv[1].partition(":")
     report = Report(Path(sys.argv[2]), dry="--dry-run" in sys.argv)
     try:
         getattr(importlib.import_module(module), function)(report)
     except Unavailable as lack:
         report.write(unavailable=str(lack))
-    except Exception as error:  # noqa: BLE001 - whatever ends a check is its result
+    except Exception as error:  # noqa: BLE001 - a check may raise any exception, and the exception is its result
         traceback.print_exc()
         report.write(error=f"{type(error).__name__}: {error}"[:600])
         return 1

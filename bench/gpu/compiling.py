@@ -1,4 +1,4 @@
-"""What Triton needs to compile, and how long that takes."""
+"""Measure the compilation of Triton kernels: whether it needs a C compiler, and its time."""
 
 import json
 import os
@@ -9,35 +9,32 @@ import tempfile
 from pathlib import Path
 
 from bench.gpu.card import card_of
-from bench.gpu.report import Report, Unavailable
+from bench.gpu.report import Report, require
 
 
 def triton_compile(report: Report) -> None:
-    """J: decides whether an engine's image needs a C compiler, and how long a kernel that serving lacks holds it up.
+    """J: decides whether an engine's image needs a C compiler, and how long a new kernel of the guest delays serving.
 
-    Five kernels as a sampler has run for the first time in processes of their own: with and without a compiler on PATH,
-    with an empty cache and with the cache of the process before.
+    Five kernels like those of a sampler run for the first time in a new process: with and without a compiler on PATH,
+    with an empty cache, and with the cache of an earlier process.
     """
     card = card_of(report)
-    try:
-        import triton
-    except ImportError as error:
-        raise Unavailable(f"Triton is not installed ({error})") from error
+    triton = require("triton")
     report.row(triton=triton.__version__, compiler=shutil.which("gcc") or shutil.which("cc") or "none")
     with tempfile.TemporaryDirectory() as scratch:
         bare = Path(scratch) / "bin"
         bare.mkdir()
-        cases: tuple[tuple[str, dict[str, str], str], ...] = (
-            ("no compiler, empty cache", {"PATH": str(bare)}, "bare"),
-            ("compiler, empty cache", {}, "full"),
-            ("compiler, its cache", {}, "full"),
-            ("no compiler, cache of the compiler", {"PATH": str(bare)}, "full"),
-        )
-        for name, variables, cache in cases:
-            kept = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
+        given = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
+        without_compiler = given | {"PATH": str(bare)}
+        for name, environment, cache in (
+            ("no compiler, empty cache", without_compiler, "bare"),
+            ("compiler, empty cache", given, "full"),
+            ("compiler, its cache", given, "full"),
+            ("no compiler, cache of the compiler", without_compiler, "full"),
+        ):
             ran = subprocess.run(
                 [sys.executable, "-m", "bench.gpu.sampler_kernels", card.device],
-                env=kept | {"TRITON_CACHE_DIR": str(Path(scratch) / cache)} | variables,
+                env=environment | {"TRITON_CACHE_DIR": str(Path(scratch) / cache)},
                 capture_output=True,
                 text=True,
                 timeout=60,

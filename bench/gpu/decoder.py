@@ -1,6 +1,7 @@
-"""A decoder of plain torch with the shapes of Qwen3, for figures of time alone: random weights, no rotary angles.
+"""A decoder of plain torch with the shapes of Qwen3, for measurements of time: random weights, no rotary embedding.
 
-Layers of transformers ask the host for values while they build masks, which a CUDA graph cannot capture.
+The decoders of transformers are not used: they copy values to the host to build masks, which a CUDA graph cannot
+capture.
 """
 
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ class Shape:
 
 
 SMALL = Shape(1024, 3072, 28, 16, 8, 128, 151_936)
-"""Qwen3-0.6B."""
+"""Shape of Qwen3-0.6B."""
 
 LARGE = Shape(4096, 12_288, 36, 32, 8, 128, 151_936)
-"""Qwen3-8B, but for its head, which is tied here."""
+"""Shape of Qwen3-8B, except for its head, which is tied here."""
 
 TINY = Shape(32, 64, 6, 4, 2, 8, 128)
 
@@ -51,7 +52,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False, **made)
 
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
-        """`x`: (batch, tokens, hidden). With a cache the one new token is the last of the cached context."""
+        """Compute the layer for `x`, (batch, tokens, hidden). With a cache, `x` is the last token of the context."""
         batch, tokens, _ = x.shape
         qkv = self.qkv(self.before_attention(x)).view(batch, tokens, -1, self.head).transpose(1, 2)
         q, k, v = qkv.split(self.split, 1)
@@ -66,7 +67,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal decoder, which returns the likeliest next token of each row."""
+    """A causal decoder that returns the likeliest next token of each row."""
 
     def __init__(self, shape: Shape, *, device: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -78,17 +79,17 @@ class Decoder(nn.Module):
         self.requires_grad_(requires_grad=False)
 
     def caches(self, batch: int, context: int) -> list[Cache]:
-        """Zeroed caches of all layers."""
+        """Return zeroed caches of all layers."""
         like = self.embedding.weight
         size = batch, self.shape.kv_heads, context, self.shape.head
         return [(like.new_zeros(size), like.new_zeros(size)) for _ in self.layers]
 
     def tokens(self, batch: int, length: int) -> Tensor:
-        """Random prompts, int64 (batch, length)."""
+        """Return random prompts, int64 (batch, length)."""
         return torch.randint(self.shape.vocabulary, (batch, length), device=self.embedding.weight.device)
 
     def forward(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        """`tokens`: int64 (batch, length); length is 1 with caches. Returns int64 (batch,)."""
+        """Return the next tokens, int64 (batch,), of `tokens`, int64 (batch, length). With caches the length is 1."""
         x = self.embedding(tokens)
         for at, layer in enumerate(self.layers):
             x = layer(x, None if caches is None else caches[at])

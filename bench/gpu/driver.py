@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.gpu.report import Unavailable
+from bench.gpu.report import Unavailable, require
 
 NAMES = (
     "cuDeviceGet",
@@ -29,14 +29,11 @@ class Driver:
     """The calls of `cuda.bindings.driver` by name. Each call is timed, and raises RuntimeError for an error."""
 
     def __init__(self) -> None:
-        """Raises Unavailable without cuda.bindings, or if it lacks a call."""
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise Unavailable(f"cuda.bindings is not installed ({error})") from error
+        """Load the calls. Raises Unavailable without cuda.bindings, or if it lacks a call."""
+        driver = require("cuda.bindings.driver")
         if lacking := [name for name in NAMES if not hasattr(driver, name)]:
             raise Unavailable(f"cuda.bindings has no {', '.join(lacking)}")
-        self.types: Any = driver
+        self.types = driver
         self.seconds: dict[str, list[float]] = {}
         """Wall time of each call, by name."""
 
@@ -54,7 +51,7 @@ class Driver:
         return call
 
     def stream_on(self, multiprocessors: int) -> int:
-        """The handle of a new stream whose kernels run on that many multiprocessors (a green context)."""
+        """Return the handle of a new stream whose kernels run on this many multiprocessors (a green context)."""
         device = self.cuDeviceGet(0)[0]
         whole = self.cuDeviceGetDevResource(device, self.types.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)[0]
         part = self.cuDevSmResourceSplitByCount(1, whole, 0, multiprocessors)[0][0]

@@ -1,57 +1,60 @@
-"""Whether the guest's memory goes back to the GPU, and what that costs serving."""
+"""Measure whether the guest's memory goes back to the GPU, and the cost for serving."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.gpu.card import WARM_UPS, Card, card_of, percentile
+from bench.gpu.card import WARM_UPS, Card, card_of
 from bench.gpu.decoder import SMALL, TINY, Decoder
 from bench.gpu.driver import Driver
 from bench.gpu.report import Report, Unavailable
 
 GIB = 1 << 30
 
+BLOCK_BYTES, BLOCKS = 8 << 20, 256
+"""Size and number of the guest's tensors, 2 GiB together."""
+
 
 def guest_pool(report: Report) -> None:
-    """H: decides how a parked guest gives its memory back, and what `empty_cache` amid serving costs.
+    """H: decides how a parked guest gives its memory back, and what `empty_cache` between steps costs serving.
 
-    Rows: the bytes that the driver has back after the guest's tensors are gone, from torch's default allocator and from
-    a `MemPool`; then serving's longest step, in which the allocator asks the driver anew after `empty_cache`.
+    Rows: the memory that the driver has back after the guest's tensors are deleted, with torch's default allocator and
+    with a `MemPool`; then the times of serving's steps. After `empty_cache` a step allocates from the driver again.
     """
     card = card_of(report)
-    block, blocks = card.size((8 << 20, 256), (1 << 10, 4))
     if not card.dry:
-        report.row(allocator="default", **_freed(card, lambda: _blocks(card, block, blocks), torch.cuda.empty_cache))
-        report.row(allocator="MemPool", **_pool_freed(card, block, blocks))
+        report.row(allocator="default", **_freed(card, _take_blocks, torch.cuda.empty_cache))
+        report.row(allocator="MemPool", **_pool_freed(card))
     model = Decoder(card.size(SMALL, TINY), device=card.device, dtype=card.dtype)
     prompt = model.tokens(1, card.size(1024, 8))
-    actions: dict[str, Callable[[], None]] = {"nothing": lambda: None}
-    if not card.dry:
-        actions["empty_cache"] = torch.cuda.empty_cache
-        actions["guest of 2 GiB is freed with empty_cache"] = lambda: _come_and_go(card, block, blocks)
-    for name, action in actions.items():
+
+    def measure(name: str, action: Callable[[], Any]) -> None:
         report.row(between_steps=name, **_steps(card, lambda: model(prompt), action))
-    if not card.dry:
-        torch.cuda.memory._set_allocator_settings("max_split_size_mb:20")
-        found = _steps(card, lambda: model(prompt), torch.cuda.empty_cache)
-        report.row(between_steps="empty_cache, max_split_size_mb:20", **found)
+
+    measure("nothing", lambda: None)
+    if card.dry:
+        return
+    measure("empty_cache", torch.cuda.empty_cache)
+    measure("guest of 2 GiB is freed with empty_cache", _take_and_free)
+    torch.cuda.memory._set_allocator_settings("max_split_size_mb:20")
+    measure("empty_cache, max_split_size_mb:20", torch.cuda.empty_cache)
 
 
-def _blocks(card: Card, block: int, blocks: int) -> list[torch.Tensor]:
-    return [torch.empty(block, dtype=torch.uint8, device=card.device) for _ in range(blocks)]
+def _take_blocks() -> list[torch.Tensor]:
+    return [torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(BLOCKS)]
 
 
-def _come_and_go(card: Card, block: int, blocks: int) -> None:
-    held = _blocks(card, block, blocks)
-    del held
+def _take_and_free() -> None:
+    _take_blocks()
     torch.cuda.empty_cache()
 
 
 def _freed(card: Card, take: Callable[[], Any], release: Callable[[], None]) -> dict[str, float]:
-    """GiB that the driver has given, has back after the tensors are gone, and after `release`."""
+    """Return the GiB that `take` allocates, and the GiB that the driver has back after `del` and after `release`."""
     card.wait()
     before = card.free_bytes()
     held = take()
@@ -70,18 +73,18 @@ def _freed(card: Card, take: Callable[[], Any], release: Callable[[], None]) -> 
     }
 
 
-def _pool_freed(card: Card, block: int, blocks: int) -> dict[str, float]:
+def _pool_freed(card: Card) -> dict[str, float]:
     pools = [torch.cuda.MemPool()]
 
     def take() -> list[torch.Tensor]:
         with torch.cuda.use_mem_pool(pools[0]):
-            return _blocks(card, block, blocks)
+            return _take_blocks()
 
-    return _freed(card, take, pools.clear)  # the pool frees its memory when it goes
+    return _freed(card, take, pools.clear)  # a pool frees its memory when it is deleted
 
 
-def _steps(card: Card, step: Callable[[], Any], action: Callable[[], None]) -> dict[str, float]:
-    """Serving's steps, with an action before every fourth."""
+def _steps(card: Card, step: Callable[[], Any], action: Callable[[], Any]) -> dict[str, float]:
+    """Return the times of serving's steps, with an action before every fourth step."""
     for _ in range(WARM_UPS):
         step()
     usual: list[float] = []
@@ -98,19 +101,19 @@ def _steps(card: Card, step: Callable[[], Any], action: Callable[[], None]) -> d
         card.wait()
         (after if turn % 4 == 0 else usual).append(time.perf_counter() - began)
     return {
-        "usual_ms": 1000 * percentile(usual, 0.5),
+        "usual_ms": 1000 * statistics.median(usual),
         "longest_usual_ms": 1000 * max(usual),
-        "after_ms": 1000 * percentile(after, 0.5),
+        "after_ms": 1000 * statistics.median(after),
         "longest_after_ms": 1000 * max(after),
         "action_ms": 1000 * max(actions),
     }
 
 
 def virtual_memory(report: Report) -> None:
-    """I: decides whether bytes of the KV cache can move between serving and guest between two steps.
+    """I: decides whether memory of the KV cache can move between serving and guest between two steps.
 
-    Rows: microseconds in which the driver's virtual memory management maps granules of GPU memory, gives access to them
-    and unmaps them, on an idle GPU and while a kernel runs.
+    Rows: microseconds of the driver's calls that map granules of GPU memory, give access to them and unmap them, on an
+    idle GPU and while a kernel runs.
     """
     card, calls = card_of(report), Driver()
     if card.dry:
@@ -146,6 +149,6 @@ def virtual_memory(report: Report) -> None:
             calls.cuMemRelease(handle)
         for name, seconds in calls.seconds.items():
             micros = [1e6 * each for each in seconds]
-            report.row(call=name, kernel_runs=kernel_runs, median_us=percentile(micros, 0.5), longest_us=max(micros))
+            report.row(call=name, kernel_runs=kernel_runs, median_us=statistics.median(micros), longest_us=max(micros))
         report.row(kernel_runs=kernel_runs, kernel_had_ended=idle, loop_ms=1000 * loop_seconds)
     calls.cuMemAddressFree(base, count * granule)

@@ -1,4 +1,4 @@
-"""What a guest engine shares with the serving engine of its process: events, addresses, random states, CUDA errors."""
+"""Check what a guest engine shares with the serving engine of its process: events, memory, random states, errors."""
 
 import ctypes
 import errno
@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from timeit import timeit
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.gpu.card import Card, card_of, seconds_of
+from bench.gpu.card import Card, card_of
 from bench.gpu.report import Report
 
 MADV_DONTNEED = 4
@@ -21,9 +22,9 @@ FILLING = 7
 
 
 class PlaceholderEvent:
-    """The event that vLLM's CPU worker puts in the place of `torch.cuda.Event`: every wait returns at once."""
+    """The stand-in of vLLM's CPU worker for `torch.cuda.Event`: every wait returns at once."""
 
-    def record(self, stream: Any = None) -> None:
+    def record(self) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -31,10 +32,10 @@ class PlaceholderEvent:
 
 
 def stale_reads(report: Report) -> None:
-    """A: decides how harmful it is to import vLLM's CPU worker in the engine core of a GPU server.
+    """A: decides how harmful an import of vLLM's CPU worker is in the engine core of a GPU server.
 
-    A step's tokens are copied to the host, and an event tells that the copy is done. Measured is the share of reads
-    that see other values, with CUDA's event and with the placeholder.
+    A step's tokens are copied to the host, and the host waits for an event after the copy. Rows: the share of reads
+    with wrong values, with CUDA's event and with the placeholder.
     """
     card = card_of(report)
     rounds = card.size(200, 5)
@@ -61,7 +62,7 @@ def _is_stale(card: Card, event: Any, value: int) -> bool:
 def madvise_device(report: Report) -> None:
     """B: decides whether `madvise` on addresses of the GPU fails, does nothing, or frees memory.
 
-    The elastic KV cache of a CPU gives pages back with it.
+    The elastic KV cache of a CPU returns pages with `madvise`.
     """
     card = card_of(report)
     size = card.size(256 << 20, 1 << 20)
@@ -83,37 +84,15 @@ def madvise_device(report: Report) -> None:
     )
 
 
-BROKEN = """
-import sys, torch
-device = sys.argv[1]
-serving = torch.ones(8, device=device)
-streams = [torch.cuda.Stream() if device == "cuda" else None for _ in range(2)]
-def attempt(name, stream, step):
-    try:
-        if stream is None:
-            step()
-        else:
-            with torch.cuda.stream(stream):
-                step()
-                stream.synchronize()
-        print(name, "no error")
-    except Exception as error:
-        print(name, type(error).__name__, str(error).splitlines()[0][:120])
-attempt("guest", streams[0], lambda: serving[torch.tensor([1000], device=device)].sum().item())
-attempt("serving", streams[1], lambda: (serving + 1).sum().item())
-attempt("serving again", streams[1], lambda: torch.ones(8, device=device).sum().item())
-"""
-
-
 def sticky_error(report: Report) -> None:
     """K: decides whether a CUDA error of the guest can be contained in the process of serving.
 
-    A process indexes out of bounds on one stream (a device assert); the rows are what its next calls on another raise.
+    A process indexes out of bounds on one stream (a device assert). Rows: the results of this call and of its next
+    calls on another stream, then its exit status.
     """
     card = card_of(report)
-    ran = subprocess.run(
-        [sys.executable, "-c", BROKEN, card.device], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-m", "bench.gpu.device_assert", card.device]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     for line in ran.stdout.splitlines():
         report.row(call=line)
     report.row(exit_status=ran.returncode)
@@ -122,7 +101,8 @@ def sticky_error(report: Report) -> None:
 def random_states(report: Report) -> None:
     """L: decides which random states the guest may exchange around each of its steps.
 
-    The rows are microseconds for reading and setting a state: of all GPUs, of one, of numpy and of Python.
+    Rows: microseconds to read and to set the state of all GPUs, of one GPU, of torch on the CPU, of numpy and of
+    Python.
     """
     card = card_of(report)
     times = card.size(300, 3)
@@ -135,14 +115,8 @@ def random_states(report: Report) -> None:
         states["torch, all GPUs"] = torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
         states["torch, one GPU"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     for name, (read, write) in states.items():
-        value = read()
         report.row(
             state=name,
-            read_us=1e6 / times * seconds_of(partial(_repeat, times, read)),
-            write_us=1e6 / times * seconds_of(partial(_repeat, times, partial(write, value))),
+            read_us=1e6 / times * timeit(read, number=times),
+            write_us=1e6 / times * timeit(partial(write, read()), number=times),
         )
-
-
-def _repeat(times: int, function: Callable[[], Any]) -> None:
-    for _ in range(times):
-        function()

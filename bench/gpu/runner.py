@@ -1,9 +1,9 @@
-"""Runs checks one after the other, each in a process of its own, and keeps what each found.
+"""Run checks one after another, each in its own process, and keep their results.
 
 Keeps true
 - A check that raises, crashes or hangs is reported, and the next check runs.
-- A result is in the file of results before the next check begins. A check with a result there is not run again, unless
-  the check failed; failed checks run after the checks that never ran.
+- A result is in the results file before the next check begins. A check with a result in the file is run again only if
+  it failed or reached its limit; such checks run after the checks without a result.
 - Results of a dry run and results of a GPU do not count for each other.
 """
 
@@ -24,18 +24,18 @@ from bench.check import Check, say
 from bench.gpu.catalog import Entry
 
 LEAST_SECONDS = 15.0
-"""A check does not begin with less time: it needs about half of this to load torch."""
+"""Least time for a check to begin; about half of this time is needed to load torch."""
 
 KILLED_SECONDS = 10.0
-"""The wait for a process that was killed."""
+"""Longest wait for the end of a killed process."""
 
 GOOD = "done", "unavailable"
-"""States of a check that is not run again. The other states are `failed` and `timeout`."""
+"""States after which a check is not run again. The other states are `failed` and `timeout`."""
 
 
 @dataclass
 class Result:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     state: str
@@ -43,13 +43,13 @@ class Result:
     dry: bool
     device: str = ""
     reason: str = ""
-    """Why the check is in another state than `done`."""
+    """Reason of every state except `done`."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 
 
 def read_results(file: Path, *, dry: bool) -> dict[str, Result]:
-    """The last result of each check in a file of results, or nothing if there is no file. A cut line is passed over."""
+    """Return the last result of each check in a results file; none if there is no file. Cut lines are skipped."""
     found = {}
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
@@ -64,7 +64,7 @@ def read_results(file: Path, *, dry: bool) -> dict[str, Result]:
 def run_checks(
     checks: Mapping[str, Entry], names: Iterable[str], *, results: Path, seconds: float, dry: bool
 ) -> dict[str, Result]:
-    """Run the named checks that have no result in the file yet; returns all results by name.
+    """Run the named checks that have no good result in the file yet; return all results by name.
 
     `seconds`: limit of the whole run.
     """
@@ -85,7 +85,6 @@ def run_checks(
 
 
 def _run(name: str, entry: Entry, limit: float, results: Path, dry: bool) -> Result:
-    command = [sys.executable, "-m", "bench.gpu.child", entry.function]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     if dry:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -95,7 +94,7 @@ def _run(name: str, entry: Entry, limit: float, results: Path, dry: bool) -> Res
         log.write(f"== {name}\n".encode())
         log.flush()
         child = subprocess.Popen(
-            [*command, str(lines), *["--dry-run"] * dry],
+            [sys.executable, "-m", "bench.gpu.child", entry.function, str(lines), *(["--dry-run"] if dry else [])],
             stdout=log,
             stderr=log,
             env=environment,
@@ -113,7 +112,10 @@ def _run(name: str, entry: Entry, limit: float, results: Path, dry: bool) -> Res
 
 
 def _status(child: "subprocess.Popen[bytes]", limit: float) -> int | None:
-    """The exit status; None if the process and its children had to be killed, at the limit or with this program."""
+    """Return the exit status; None if the process and its children were killed at the limit.
+
+    The processes are also killed if this program is interrupted.
+    """
     try:
         return child.wait(limit)
     except subprocess.TimeoutExpired:
@@ -128,11 +130,11 @@ def _status(child: "subprocess.Popen[bytes]", limit: float) -> int | None:
 
 
 def _read_lines(result: Result, lines: Path) -> None:
-    """Take over what the check wrote, also if it was killed meanwhile."""
+    """Add the lines that the check wrote to its result; the last line may be cut by a kill."""
     for line in lines.read_bytes().splitlines() if lines.exists() else ():
         try:
             ((kind, value),) = msgspec.json.decode(line, type=dict[str, Any]).items()
-        except msgspec.DecodeError:  # cut by the kill
+        except msgspec.DecodeError:
             continue
         if kind == "row":
             result.rows.append(value)

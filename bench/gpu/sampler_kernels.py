@@ -1,4 +1,4 @@
-"""Five Triton kernels as a sampler has, over logits (rows, vocabulary) in float32, and the seconds of their first run.
+"""Five Triton kernels like those of a sampler, over logits (rows, vocabulary) in float32; times of their first runs.
 
 `python -m bench.gpu.sampler_kernels DEVICE` prints one JSON object: the seconds of each kernel, or its error.
 """
@@ -65,7 +65,7 @@ KERNELS: dict[str, Any] = {
 
 
 def first_runs(device: str) -> dict[str, Any]:
-    """Seconds of the first run of each kernel in this process, or the error that it raises."""
+    """Return the seconds of the first run of each kernel in this process, or the error that the run raises."""
     vocabulary = 151_936 if device == "cuda" else 2_000
     logits = torch.randn(ROWS, vocabulary, device=device)
     out = torch.empty_like(logits)
@@ -78,7 +78,7 @@ def first_runs(device: str) -> dict[str, Any]:
             kernel[(ROWS, triton.cdiv(vocabulary, BLOCK))](logits, out, vocabulary, BLOCK=BLOCK)
             wait()
             found[name] = round(time.perf_counter() - began, 4)
-        except Exception as error:  # noqa: BLE001 - of Triton, of a compiler, of the system: the answer
+        except Exception as error:  # noqa: BLE001 - Triton, C compiler and driver raise many types
             found[name] = f"{type(error).__name__}: {error}"[:200]
     return found
 

@@ -1,13 +1,15 @@
-"""What a guest engine on the same GPU costs serving, for several ways to launch both."""
+"""Measure the cost of a guest engine for serving on the same GPU, for several ways to launch both."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from bench.gpu.card import WARM_UPS, Card, card_of, percentile
+from bench.gpu.card import WARM_UPS, Card, card_of
 from bench.gpu.decoder import SMALL, TINY, Decoder
 from bench.gpu.report import Report, Unavailable
 from bench.gpu.steps import CONTEXT, hooked
+from bench.percentiles import percentile
 
 PERIOD = 0.010
 """Seconds from one request of serving to the next."""
@@ -15,19 +17,43 @@ PERIOD = 0.010
 SERVING_BATCH = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to launch serving and the guest. By default the guest has its own stream, of a lower priority."""
+
+    one_stream: bool = False
+    """Whether serving and the guest share a stream."""
+    depth: int | None = None
+    """Most layers of the guest in the GPU's queue; None: no bound."""
+    graph: bool = False
+    """Whether the guest's decode step is a graph; prefills are not measured then."""
+    multiprocessors: int | None = None
+    """Size of the guest's part of the GPU; None: the whole GPU."""
+
+
+WAYS = {
+    "one stream": Way(one_stream=True),
+    "one stream, two layers queued": Way(one_stream=True, depth=2),
+    "priority": Way(),
+    "graph": Way(graph=True),
+    "32 multiprocessors": Way(multiprocessors=32),
+    "16 multiprocessors": Way(multiprocessors=16),
+}
+
+
 class Serving:
-    """A decode step as a CUDA graph, which is due every PERIOD, or at once after one that took longer."""
+    """Serving's decode steps, each a replayed graph. A step is due every PERIOD, or at once after a longer step."""
 
     def __init__(self, card: Card, replay: Callable[[], Any]) -> None:
         self.latencies: list[float] = []
-        """Seconds from when a step was due until its results were there."""
+        """Seconds from the time at which a step was due until it had ended, for each step."""
         self._stream: Any = None
         self._card = card
         self._replay = replay
         self._due = 0.0
 
     def begin(self, stream: Any) -> None:
-        """Begin a window in which the steps are on `stream`."""
+        """Begin a window, in which the steps run on `stream`."""
         self.latencies, self._stream = [], stream
         self._due = time.perf_counter() + PERIOD
 
@@ -47,9 +73,9 @@ class Serving:
 def serving_beside_guest(report: Report) -> None:
     """G: decides how serving and guest share a GPU: one stream, streams of two priorities, or a part of the GPU.
 
-    Serving replays a decode step every 10 ms. One thread launches it from the hooks of the guest's layers, as a lender
-    does, and while the thread waits for the guest. Rows: serving's latency and the guest's tokens per second, for a
-    guest that decodes or prefills step after step.
+    Serving replays a decode step every 10 ms. One thread launches this step from the hooks of the guest's layers, as a
+    lender does, and while the thread waits for the guest. Rows: serving's latency and the guest's tokens per second,
+    for a guest that continuously decodes or prefills.
     """
     card = card_of(report)
     shape = card.size(SMALL, TINY)
@@ -68,36 +94,31 @@ def serving_beside_guest(report: Report) -> None:
     batch, prompt = card.size(32, 2), card.size(2048, 16)
     drawn, kept = guest.tokens(batch, 1), guest.caches(batch, context)
     prompts = guest.tokens(1, prompt)
-    decode: Callable[[], Any] = lambda: guest(drawn, kept)  # noqa: E731
+
+    def decode() -> Any:
+        return guest(drawn, kept)
+
     loads = {"decode": (decode, batch), "prefill": (lambda: guest(prompts), prompt)}
-    replayed = card.graph(decode)
-    for way in WAYS:
-        for load, (step, tokens_a_step) in loads.items():
+    replayed = {"decode": (card.graph(decode), batch)}
+    for name, way in WAYS.items():
+        for load, (step, tokens_a_step) in (replayed if way.graph else loads).items():
             try:
-                steps, seconds = _window(card, way, serving, guest, replayed if way == "graph" else step, window)
-            except (RuntimeError, Unavailable) as error:  # parts of the GPU that torch or the driver lacks
-                report.row(way=way, load=load, failed=str(error)[:200])
+                steps, seconds = _window(card, way, serving, guest, step, window)
+            except (RuntimeError, Unavailable) as error:  # torch or the driver may lack parts of the GPU
+                report.row(way=name, load=load, failed=str(error)[:200])
                 break
-            report.row(way=way, load=load, guest_tokens_s=tokens_a_step * steps / seconds, **_row(serving, alone))
-            if way == "graph":
-                break  # of the decode step
-
-
-WAYS = "one stream", "one stream, two layers queued", "priority", "graph", "32 multiprocessors", "16 multiprocessors"
-"""Ways to launch the guest's steps. All but the first two launch serving on a stream of a higher priority."""
+            report.row(way=name, load=load, guest_tokens_s=tokens_a_step * steps / seconds, **_row(serving, alone))
 
 
 def _window(
-    card: Card, way: str, serving: Serving, guest: Decoder, step: Callable[[], Any], seconds: float
+    card: Card, way: Way, serving: Serving, guest: Decoder, step: Callable[[], Any], seconds: float
 ) -> tuple[int, float]:
-    """Let the guest compute step after step beside serving; returns its steps and the seconds that they took."""
-    depth = 2 if way == "one stream, two layers queued" else None
-    count, _, unit = way.partition(" ")
-    stream = card.stream_on(int(count)) if unit == "multiprocessors" else card.stream()
-    serving_stream = stream if way.startswith("one stream") else card.stream(first=True)
+    """Let the guest compute step after step while serving runs; return the guest's steps and their seconds."""
+    stream = card.stream() if way.multiprocessors is None else card.stream_on(way.multiprocessors)
+    serving_stream = stream if way.one_stream else card.stream(first=True)
     steps = 0
     card.wait()
-    with hooked(card, guest, depth, serving.serve_due) as hooks, card.on(stream):
+    with hooked(card, guest, way.depth, serving.serve_due) as hooks, card.on(stream):
         serving.begin(serving_stream)
         for _ in range(WARM_UPS):
             hooks.begin()
@@ -118,7 +139,7 @@ def _window(
 
 def _row(serving: Serving, alone: dict[str, float] | None = None) -> dict[str, float]:
     latencies = [1000 * seconds for seconds in serving.latencies] or [0.0]
-    row = {"steps": len(latencies), "p50_ms": percentile(latencies, 0.5), "p99_ms": percentile(latencies, 0.99)}
+    row = {"steps": len(latencies), "p50_ms": percentile(latencies, 50), "p99_ms": percentile(latencies, 99)}
     row["longest_ms"] = max(latencies)
     if alone is not None and alone["p99_ms"]:
         row["p99_over_alone"] = row["p99_ms"] / alone["p99_ms"]

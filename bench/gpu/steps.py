@@ -1,4 +1,4 @@
-"""How long a user's request waits for the guest's step that is under way."""
+"""Measure how long a user's request waits for the guest's present step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,43 +10,43 @@ from bench.gpu.decoder import LARGE, SMALL, TINY, Decoder
 from bench.gpu.report import Report
 
 YIELD_MS = 20.0
-"""The promise of a strict lender."""
+"""Yield bound of a strict lender."""
 
 DEPTHS = None, 1, 2
-"""Layers that may lie in the queue of the GPU; None is what the product does on a CPU: no bound."""
+"""Most layers in the GPU's queue; None: no bound, as in the product on a CPU."""
 
 CONTEXT = 512
+"""Tokens of the context of decode steps."""
+
+RUNS = 8
+"""Number of measured runs of a step."""
+
 EVERY = 5
-"""Every so many-th layer a step is stopped, once."""
+"""Distance of the layers at which a step is stopped; each of these layers has one stopped step."""
 
 
 class LayerHooks:
-    """Hooks before the layers of a decoder, which bound what the GPU has not yet computed, and look for requests."""
+    """A hook before the layers of a decoder, which bounds the layers in the GPU's queue and looks for requests."""
 
-    def __init__(self, card: Card, model: Decoder, depth: int | None, look: Callable[[], None] | None = None) -> None:
-        """`depth`: launched layers that may be unfinished. `look`: called in every hook."""
+    def __init__(self, card: Card, depth: int | None, look: Callable[[], None] | None) -> None:
+        """Create the hook. `depth`: most unfinished layers; None: no bound. `look`: function that every hook calls."""
         self.passed: list[float] = []
-        """When the host left the hooks of this step."""
-        self.yielded: float | None = None
-        """Seconds from the hook before `stop` until the GPU was idle in the hook `stop`."""
+        """Times at which the host left the hooks of this step."""
+        self.yielded = 0.0
+        """Seconds from the hook of the layer before `stop` until the GPU was idle, in the hook of the layer `stop`."""
         self._card = card
         self._depth = depth
         self._look = look
         self._stop: int | None = None
         self._events: list[Any] = []
-        self._handles = [layer.register_forward_pre_hook(self._hook) for layer in model.layers]
 
     def begin(self, stop: int | None = None) -> None:
-        """Begin a step, which waits for the GPU before layer `stop`, as for a request that missed the hook before."""
-        self._stop, self.yielded = stop, None
+        """Begin a step, which waits for the GPU before layer `stop`: a request came just after the previous hook."""
+        self._stop, self.yielded = stop, 0.0
         self.passed, self._events = [], []
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _hook(self, *_: Any) -> None:
+    def before_layer(self, *_: Any) -> None:
+        """Run the hook of the next layer."""
         if self._depth is not None:
             if len(self._events) >= self._depth:
                 self._events[-self._depth].synchronize()
@@ -65,20 +65,22 @@ class LayerHooks:
 def hooked(
     card: Card, model: Decoder, depth: int | None, look: Callable[[], None] | None = None
 ) -> Iterator[LayerHooks]:
-    """Hooks for the time of the context."""
-    hooks = LayerHooks(card, model, depth, look)
+    """Yield the hooks of the model's layers, and remove them afterwards. The parameters are those of LayerHooks."""
+    hooks = LayerHooks(card, depth, look)
+    handles = [layer.register_forward_pre_hook(hooks.before_layer) for layer in model.layers]
     try:
         yield hooks
     finally:
-        hooks.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def yield_times(report: Report) -> None:
     """E: decides how the guest's steps are bounded: hooks at layers alone, hooks that wait for events, or CUDA graphs.
 
-    For decode and prefill of a policy of 0.6B and of 8B. `queued_ms` is the time from the last hook, at which a request
-    can take its turn, to the end of the step on the GPU; `yield_ms` is the longest that a request waits for the GPU,
-    wherever in the step it arrives; `slower` is the step's time over that without waiting for events.
+    Rows: decode and prefill steps of policies of 0.6B and 8B. `queued_ms` is the time from the last hook to the end of
+    the step on the GPU; `yield_ms` is the longest wait of a request for the GPU, for any arrival in the step; `slower`
+    is the step's time relative to a step that does not wait for events.
     """
     card = card_of(report)
     loads = card.size(
@@ -96,22 +98,18 @@ def yield_times(report: Report) -> None:
         worst: dict[int | None, float] = {}
         for kind, size in steps:
             step = _step(model, kind, size, card.size(CONTEXT, 8))
-            alone = 0.0
             for depth in DEPTHS:
                 found = _measured(card, model, step, depth)
-                alone = alone or found["step_ms"]
+                if depth is None:
+                    unbounded_ms = found["step_ms"]
                 worst[depth] = max(worst.get(depth, 0.0), found["yield_ms"])
-                report.row(policy=name, load=f"{kind} {size}", depth=depth, slower=found["step_ms"] / alone, **found)
+                slower = found["step_ms"] / unbounded_ms
+                report.row(policy=name, load=f"{kind} {size}", depth=depth, slower=slower, **found)
             if kind == "decode":
                 report.row(policy=name, load=f"{kind} {size}", graph=True, **_replayed(card, step))
-        for depth in (1, 2):
-            report.check(
-                f"yield_{name}_depth_{depth}",
-                worst[depth],
-                "ms",
-                YIELD_MS,
-                "a strict lender's promise; no more layers queued",
-            )
+        for depth in filter(None, DEPTHS):
+            against = "a strict lender's promise; no more layers queued"
+            report.check(f"yield_{name}_depth_{depth}", worst[depth], "ms", YIELD_MS, against)
 
 
 def _step(model: Decoder, kind: str, size: int, context: int) -> Callable[[], Any]:
@@ -125,7 +123,7 @@ def _step(model: Decoder, kind: str, size: int, context: int) -> Callable[[], An
 def _measured(card: Card, model: Decoder, step: Callable[[], Any], depth: int | None) -> dict[str, float]:
     steps, launches, queued, yields = [], [], [], []
     with hooked(card, model, depth) as hooks:
-        for turn in range(WARM_UPS + 8):
+        for turn in range(WARM_UPS + RUNS):
             card.wait()
             hooks.begin()
             began = time.perf_counter()
@@ -140,7 +138,7 @@ def _measured(card: Card, model: Decoder, step: Callable[[], Any], depth: int | 
         for stop in range(1, len(model.layers), EVERY):
             hooks.begin(stop)
             step()
-            yields.append(hooks.yielded or 0.0)
+            yields.append(hooks.yielded)
             card.wait()
     return {
         "step_ms": 1000 * min(steps),
@@ -151,11 +149,11 @@ def _measured(card: Card, model: Decoder, step: Callable[[], Any], depth: int | 
 
 
 def _replayed(card: Card, step: Callable[[], Any]) -> dict[str, float]:
-    """A graph is not interrupted: a request that comes at its begin waits for the whole of it."""
+    """Measure a step as a graph, which cannot be interrupted: a request at its start waits for the whole step."""
     replay = card.graph(step)
     card.wait()
     launches, steps = [], []
-    for _ in range(8):
+    for _ in range(RUNS):
         began = time.perf_counter()
         replay()
         launches.append(time.perf_counter() - began)

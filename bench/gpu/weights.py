@@ -1,37 +1,38 @@
-"""How a new policy version reaches the weights that a GPU computes with."""
+"""Measure how a new policy version reaches the weights with which a GPU computes."""
 
 import gc
 import mmap
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
+from functools import partial
 from itertools import cycle
-from types import MethodType, ModuleType
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.gpu.card import Card, card_of
-from bench.gpu.report import Report, Unavailable
+from bench.gpu.report import Report, require
+from rose.workers.executor.ipc.shared_memory import create_sealed_memory
+from rose.workers.executor.vllm import spare_weights
 
-PIECE_BYTES = 4 << 20
-"""A piece of `rose.workers.executor.vllm.weights`: PIECE_ELEMENTS of bfloat16."""
+PIECE_BYTES = spare_weights.PIECE_ELEMENTS * torch.bfloat16.itemsize
+"""Bytes of a piece of spare weights in bfloat16."""
 
 SHARES = 0.001, 0.01, 0.05
 """Shares of the weights that an update changes."""
 
 DELTA_MS = 10.0
+"""Bound of the write of the largest delta of the 8B policy: about the time of a few decode steps."""
 
 
 def slab_copies(report: Report) -> None:
     """C: decides how an engine on a GPU loads a version from shared memory: pinned or not, and in which pieces.
 
-    Rows: rate, the time that the host is held, and the longest piece, for copies from a memfd as it is, registered with
-    CUDA, and from pinned memory. Then the product's spare weights, unmodified, on a model of transformers: logits after
-    an exchange have to equal the logits of a model into which the version was copied.
+    Rows: rate, blocked time of the host and longest piece of copies from a memfd, from a memfd that is registered with
+    CUDA, and from pinned memory; then times of the product's spare weights on a model of transformers. The logits after
+    an exchange must equal the logits of a model into which the version was copied.
     """
     card = card_of(report)
     size = card.size(1_192 << 20, 3 << 20)  # Qwen3-0.6B in bfloat16
@@ -55,16 +56,14 @@ def slab_copies(report: Report) -> None:
 
 
 def _memfd(size: int) -> Tensor:
-    """The memory that the executor and its engine share, filled with ones."""
-    from rose.workers.executor.ipc.shared_memory import create_sealed_memory
-
+    """Return memory filled with ones, of the kind that the executor and its engine share."""
     tensor = torch.frombuffer(mmap.mmap(create_sealed_memory(size, "version"), size), dtype=torch.uint8)
     return tensor.fill_(1)
 
 
 def _copied(card: Card, source: Tensor, target: Tensor, piece: int) -> dict[str, float]:
-    """The best of three copies on a side stream: GB/s, the time that the host is held, its longest piece."""
-    best: dict[str, float] = {}
+    """Return rate, blocked time of the host and longest piece of the fastest of three copies on another stream."""
+    copies = []
     for _ in range(3):
         stream, held = card.stream(), []
         card.wait()
@@ -78,15 +77,13 @@ def _copied(card: Card, source: Tensor, target: Tensor, piece: int) -> dict[str,
         card.wait()
         seconds = time.perf_counter() - began
         rate = source.numel() / seconds / 1e9
-        if rate > best.get("gb_s", 0):
-            best = {"gb_s": rate, "host_held_ms": 1000 * launched, "longest_piece_ms": 1000 * max(held)}
-    return best
+        copies.append({"gb_s": rate, "host_held_ms": 1000 * launched, "longest_piece_ms": 1000 * max(held)})
+    return max(copies, key=itemgetter("gb_s"))
 
 
 def _exchange(report: Report, card: Card) -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    product = _spare_weights()
     shape: dict[str, Any] = card.size(
         {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936}
         | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
@@ -103,18 +100,18 @@ def _exchange(report: Report, card: Card) -> None:
     with torch.no_grad():
         _load_named(reference, version.items())
         right = reference(input_ids=tokens, use_cache=False).logits
-        spare = product.make_spare(model)
-        spare.load_weights = MethodType(_load_named, spare)
+        spare: Any = spare_weights.make_spare(model)
+        spare.load_weights = partial(_load_named, spare)
         pieces, stream = [], card.stream()
         card.wait()
         with card.on(stream):
             at = time.perf_counter()
-            for _ in product.write_version(spare, version):
+            for _ in spare_weights.write_version(spare, version):
                 pieces.append(time.perf_counter() - at)
                 at = time.perf_counter()
         card.wait()
         began = time.perf_counter()
-        product.exchange_parameters(model, spare)
+        spare_weights.exchange_parameters(model, spare)
         exchanged = time.perf_counter() - began
         off = (model(input_ids=tokens, use_cache=False).logits - right).abs().max().item()
     report.row(
@@ -133,44 +130,14 @@ def _load_named(model: Any, tensors: Any) -> None:
         parameters[name].copy_(tensor)
 
 
-class _StandIns(MetaPathFinder, Loader):
-    """Gives modules named vllm, whose every attribute is an empty class: the spare weights need none of vLLM."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "vllm" else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        def attribute(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__dict__["__getattr__"] = attribute
-
-
-def _spare_weights() -> ModuleType:
-    """The product's module of the engine's weights, imported without vLLM."""
-    stand_ins = _StandIns()
-    sys.meta_path.insert(0, stand_ins)
-    try:
-        from rose.workers.executor.vllm import weights
-    finally:
-        sys.meta_path.remove(stand_ins)
-    return weights
-
-
 def inplace_delta(report: Report) -> None:
-    """D: decides whether a version is scattered in place between two steps, instead of into spare weights.
+    """D: decides whether a version is written in place between two steps, instead of into spare weights.
 
     A Triton kernel writes 0.1, 1 and 5 % of the words of policies of 0.6B and 8B, at random ascending positions, and
-    then the old words. Wrong words are counted. Rows: device time of the kernel, of torch's own indexed write, and of
-    the copy of a delta from pinned memory.
+    then the old words; wrong words are counted. Rows: device time of the kernel, of torch's indexed write, and of the
+    copy of a delta from pinned memory.
     """
-    card = card_of(report)
-    try:
-        from bench.gpu.word_kernels import scatter
-    except ImportError as error:
-        raise Unavailable(f"Triton is not installed ({error})") from error
+    card, scatter = card_of(report), require("bench.gpu.word_kernels").scatter
     wrong = 0
     for name, words in card.size({"0.6B": 596_049_920, "8B": 8_190_735_360}, {"tiny": 40_000}).items():
         held = torch.randint(-(1 << 15), 1 << 15, (words,), dtype=torch.int16, device=card.device)
@@ -191,7 +158,7 @@ def inplace_delta(report: Report) -> None:
                 "torch_ms": max(card.milliseconds(_in_turn(_put, held, positions, (new, old)), 4)),
             }
             held.copy_(before)
-            if share < max(SHARES):
+            if share < max(SHARES):  # the largest delta of 8B would need 4 GB of pinned memory
                 row["from_host_ms"] = _from_host_ms(card, positions, new)
             report.row(policy=name, share=share, **row)
             if name == "8B" and share == max(SHARES):
@@ -205,8 +172,8 @@ def inplace_delta(report: Report) -> None:
 def _in_turn(
     write: Callable[[Tensor, Tensor, Tensor], None], words: Tensor, positions: Tensor, values: tuple[Tensor, Tensor]
 ) -> Callable[[], None]:
-    """Write one of two deltas after the other."""
-    turns: Iterator[Tensor] = cycle(values)
+    """Return a function that writes the two deltas in turn."""
+    turns = cycle(values)
     return lambda: write(words, positions, next(turns))
 
 
@@ -215,15 +182,15 @@ def _put(words: Tensor, positions: Tensor, values: Tensor) -> None:
 
 
 def _differing(one: Tensor, other: Tensor) -> int:
-    """The number of unequal words, without a mask of the whole."""
+    """Return the number of unequal words; pieces bound the memory of the comparison."""
     pieces = zip(torch.split(one, 1 << 28), torch.split(other, 1 << 28), strict=True)
     return int(sum(torch.count_nonzero(a != b) for a, b in pieces))
 
 
 def _from_host_ms(card: Card, positions: Tensor, values: Tensor) -> float:
-    """Device time of the copy of positions and words from pinned memory."""
-    pairs: Mapping[Tensor, Tensor] = {
-        torch.empty_like(each, device="cpu", pin_memory=not card.dry).copy_(each): torch.empty_like(each)
+    """Return the device time of a copy of positions and words from pinned memory."""
+    pairs = [
+        (torch.empty_like(each, device="cpu", pin_memory=not card.dry).copy_(each), torch.empty_like(each))
         for each in (positions, values)
-    }
-    return min(card.milliseconds(lambda: [to.copy_(host, non_blocking=True) for host, to in pairs.items()], 3))
+    ]
+    return min(card.milliseconds(lambda: [to.copy_(host, non_blocking=True) for host, to in pairs], 3))

@@ -19,7 +19,7 @@ from rose.schemas.arrays import pack_logprobs
 from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import SampledTokensBuilder, VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
-from rose.workers.executor.vllm import weights as engine_weights
+from rose.workers.executor.vllm import spare_weights
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.types import EngineStartError, FinishedTurn, SwapRefused
 from rose.workers.trainer.algorithms import TrainingSample
@@ -189,7 +189,7 @@ def test_staging_piece_writes_a_bounded_number_of_elements(
     engine_fixture: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine_fixture.swap()
-    monkeypatch.setattr(engine_weights, "PIECE_ELEMENTS", MOST_ELEMENTS)
+    monkeypatch.setattr(spare_weights, "PIECE_ELEMENTS", MOST_ELEMENTS)
     engine_fixture.model = new_policy(93, tied=engine_fixture.tied)
     tensors = tensors_of(engine_fixture.model)
     if engine_fixture.tied:

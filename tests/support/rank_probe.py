@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rose.workers.executor.vllm import weights
+from rose.workers.executor.vllm import spare_weights
 from rose.workers.lender.vllm.tp_worker import GROUP
 from tests.support.lender_server_fixtures import FAULT, NOTES
 from tests.support.lending_probe import process_state
@@ -45,7 +45,7 @@ class StepNotes:
 
 
 _notes: list[StepNotes] = []
-_execute, _all_reduce, _writing = CPUWorker.execute_model, GroupCoordinator.all_reduce, weights.write_version
+_execute, _all_reduce, _writing = CPUWorker.execute_model, GroupCoordinator.all_reduce, spare_weights.write_version
 
 
 def _execute_noted(worker: Any, scheduled: Any) -> Any:
@@ -81,4 +81,4 @@ def _writing_or_fault(model: Any, version: Mapping[str, Tensor], **how: Any) -> 
 
 CPUWorker.execute_model = _execute_noted
 GroupCoordinator.all_reduce = _all_reduce_or_fault
-weights.write_version = _writing_or_fault
+spare_weights.write_version = _writing_or_fault

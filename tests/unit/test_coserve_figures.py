@@ -17,11 +17,12 @@ from bench.coserve import in_rotation, run_rounds
 from bench.coserving.arms import ALONE, ARMS, Arm, Promise
 from bench.coserving.clients import RolloutResult
 from bench.coserving.curve import draw
-from bench.coserving.figures import attainment, covered, harvest, latency, percentile, ratio, summary
+from bench.coserving.figures import attainment, covered, harvest, latency, ratio, summary
 from bench.coserving.pace import LEAST, MOST, PaceError, search
 from bench.coserving.results import checks, published_ratios, standings, worst
 from bench.coserving.server import Server, ServerError
 from bench.coserving.windows import Budgets, Window, busy, figures, flaw, late
+from bench.percentiles import percentile
 from rose.workers.loadgen.requests import StreamedCompletion
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=50)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rose.workers.executor.vllm.weights import exchange_parameters, make_spare
+from rose.workers.executor.vllm.spare_weights import exchange_parameters, make_spare
 
 
 class Tied(nn.Module):

@@ -12,17 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from vllm.model_executor.layers import utils as layer_utils
 
-from rose.workers.executor.vllm import weights as engine_weights
+from rose.workers.executor.vllm import spare_weights
 from rose.workers.executor.vllm.types import EngineStartError
+from rose.workers.executor.vllm.weights import PolicyWeights
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 40))
 def test_pieces_are_bounded_and_cover_every_element_once(shape: list[int], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_weights, "PIECE_ELEMENTS", most)
+        patch.setattr(spare_weights, "PIECE_ELEMENTS", most)
         whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
         seen = []
-        for one, other in engine_weights.bounded_slices(whole, whole.clone()):
+        for one, other in spare_weights.bounded_slices(whole, whole.clone()):
             assert one.numel() <= most and torch.equal(one, other)
             seen += one.flatten().tolist()
         assert seen == whole.flatten().tolist()
@@ -37,8 +38,8 @@ def test_layer_written_in_blocks_equals_the_whole_layer(
     layer, x = nn.Linear(64, 1000, bias=bias).to(dtype).requires_grad_(False), torch.randn(8, 64).to(dtype)
     layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     expected = layer.cpu_linear(x, layer.weight, layer.bias)  # type: ignore[operator]
-    monkeypatch.setattr(engine_weights, "PIECE_ELEMENTS", 200 * 64)
-    pieces = sum(1 for _ in engine_weights._pack_pieces(layer))
+    monkeypatch.setattr(spare_weights, "PIECE_ELEMENTS", 200 * 64)
+    pieces = sum(1 for _ in spare_weights._pack_pieces(layer))
     assert pieces == 6, "five of 192 rows, and one of 40"
     computed = layer.cpu_linear(x, layer.weight, layer.bias)  # type: ignore[operator]
     assert torch.allclose(computed.float(), expected.float(), rtol=0.01, atol=0.01 if dtype is torch.bfloat16 else 1e-6)
@@ -81,7 +82,7 @@ def test_tensor_that_a_loader_reads_in_part_is_refused(
         model_config=SimpleNamespace(dtype=torch.float32),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    weights = engine_weights.PolicyWeights(worker, folder, {"inner.weight": (rows, 3)})
+    weights = PolicyWeights(worker, folder, {"inner.weight": (rows, 3)})
     if rows == 4:
         weights.allocate_spare()
         return
