@@ -33,14 +33,14 @@ from tests.support.waiting import WAIT_SECONDS, until
 ROOT = Path(__file__).parents[2]
 
 UNCACHED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-"""On a CPU each new step size stays compiled, up to 1024 sizes: 220 MB, also in a server that does not lend."""
+"""A server on a CPU keeps each new step size compiled, up to 1024 sizes or 220 MB, even if it does not lend."""
 
 DEDICATED, LENDER = 0, 1
 """Inbox numbers."""
 LENDER_NAME = f"executor-{LENDER}"
 
 GROUPS, GROUP_SIZE = 4000, 4
-"""More groups than the run can finish."""
+"""The groups are more than the run can finish."""
 
 START_SECONDS = 4 * WAIT_SECONDS
 """Time that a server may take to start on a busy machine."""

@@ -69,8 +69,8 @@ def specs_of(executors: int) -> tuple[ExecutorSpec, ...]:
 
 
 def draw(dice: random.Random, spec: tuple[ExecutorSpec, ...]) -> tuple[PlannedAction, ...]:
-    """What is done to whom: the dedicated ones join late, so that lenders are needed; most of all leave in one of three
-    ways and come back, some of them at once.
+    """Return the planned actions. Dedicated executors join late, so that lenders are needed. Most executors leave in
+    one of three ways and come back, some of them at once.
     """
     actions: list[PlannedAction] = []
     for each in spec[UNTOUCHED:]:

@@ -149,7 +149,7 @@ class Builder:
         shutil.copytree(ROOT / "deploy" / "images", context / "deploy" / "images")
 
     def registry(self, *, keeps: bool) -> list[str]:
-        """Return the options that give a build the registry of this machine. With `keeps` the packages that uv fetches
+        """Return the options that give a build the registry of this machine. If `keeps`, the packages that uv fetches
         are kept."""
         known = {name: value for name, value in os.environ.items() if name.upper().startswith(OF_A_REGISTRY)}
         links = known.get("PIP_FIND_LINKS")

@@ -133,7 +133,7 @@ def test_rejoined_or_left_member_ignores_answers_to_its_former_membership(
 
 @embedded_first
 @pytest.mark.slow
-def test_member_on_an_emptied_broker_says_that_topics_are_missing_and_gets_partitions_when_they_are_there(
+def test_member_on_an_emptied_broker_reports_missing_topics_and_later_gets_partitions(
     broker_kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second member, for which there is no partition, joins once only."""

@@ -113,7 +113,7 @@ def test_writer_fenced_within_a_transaction_raises_fenced_on_its_next_call(setti
 
 
 def test_clients_end_no_later_than_their_writer(settings: BusSettings) -> None:
-    """On the embedded broker a new writer aborts the open transaction of its predecessor with a client of that name."""
+    """A new writer of the embedded broker aborts the open transaction of its predecessor with a client of that name."""
     before = set(enumerate_threads())
     writer = Writer(settings, "test", transactional_id="worker")
     until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])

@@ -130,7 +130,7 @@ def test_topics_are_created_once_described_and_checked(broker: AnyBroker, namesp
 
 
 @any_broker
-def test_create_and_check_tell_what_has_drifted(broker: AnyBroker, namespace: str) -> None:
+def test_create_and_check_report_drift(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common, "--set", "topics.home_partitions=2")
     again = rose("topics", "create", *common).stdout

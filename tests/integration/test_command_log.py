@@ -103,7 +103,7 @@ def test_audit_counts_by_groups_without_reading_prompts_or_turns(log: Log) -> No
     assert audit_log(log.settings).lost == ("a:0",)
 
 
-def test_forwarded_prompt_counts_once_and_not_with_a_refused_copy(log: Log) -> None:
+def test_forwarded_prompt_counts_once_and_not_at_all_if_its_copy_was_refused(log: Log) -> None:
     log.prompt("g", partition=elsewhere(log, "g"))
     assert audit_log(log.settings).requested == 2
     at_home = log.prompt("g", key="g")

@@ -109,7 +109,7 @@ def test_prompt_changed_after_sending_is_refused_in_any_state(
     assert remaining_work(settings, again[:1], tmp_path).prompts == []
 
 
-def test_settled_trajectories_never_exceed_the_requested() -> None:
+def test_shown_total_counts_opened_and_omits_refused_trajectories() -> None:
     """Other producers may submit during the run."""
 
     class Watched:
@@ -164,9 +164,7 @@ def test_run_locks_its_folder_and_a_restart_sends_no_prompt_twice(
 
 @pytest.mark.slow
 def test_run_with_closed_output_ends_with_summary_and_report(tmp_path: Path) -> None:
-    """In `rose up
-    tee`, Ctrl-C ends tee at once.
-    """
+    """Ctrl-C also ends `tee` in `rose up | tee`, at once."""
     rose, run = Rose("embedded", tmp_path), tmp_path / "runs" / "mine"
     with rose.start("up", "--name", "mine", "--set", "run.executors=0") as process:
         until(lambda: process.poll() is not None or (run / "trainer.lock").exists())

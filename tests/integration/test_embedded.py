@@ -196,7 +196,7 @@ def read(bootstrap: str) -> object:
 
 @pytest.mark.slow
 def test_group_of_a_new_broker_has_no_offsets(own_broker: Broker, namespace: str) -> None:
-    """On Apache Kafka the coordinator of the group starts only then."""
+    """Apache Kafka starts the coordinator of the group only at this request."""
     settings = own_broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     reader = Reader(settings, "test", group="first")

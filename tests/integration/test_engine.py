@@ -121,9 +121,8 @@ class SampledTrajectory:
 def test_on_policy_importance_ratio_of_engine_and_trainer_is_1(
     engine_fixture: EngineFixture, temperatures: list[float]
 ) -> None:
-    """The comparison goes through a sample, the sampling of its turns and the logits of the loss: mean
-    log ratio
-    under 1e-3 in float32.
+    """The comparison goes through a sample, the sampling of its turns and the logits of the loss. The mean of the
+    absolute log ratio is under 1e-3 in float32.
     """
     engine_fixture.swap()
     rng, log_ratios = random.Random(4), list[float]()

@@ -121,7 +121,7 @@ def test_frozen_or_killed_worker_with_a_full_window_is_replaced_and_returns(
 
 
 @any_broker
-def test_worker_beside_another_program_in_its_group_waits_and_goes_on_without_it(
+def test_worker_beside_a_foreign_group_member_waits_and_continues_without_it(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
 ) -> None:
     settings, log = executors.settings, tmp_path / "worker.log"
@@ -337,7 +337,7 @@ def test_trajectories_with_deleted_unread_results_fail_with_the_reason(
 
 
 @any_broker
-def test_an_input_whose_committed_offset_is_beyond_its_end_is_read_from_its_beginning(
+def test_input_with_a_committed_offset_beyond_its_end_is_read_from_its_beginning(
     executors: ScriptedExecutors,
 ) -> None:
     settings, prompt = executors.settings, prompt_of(0)
@@ -349,7 +349,7 @@ def test_an_input_whose_committed_offset_is_beyond_its_end_is_read_from_its_begi
 
 @pytest.mark.parametrize("broker_kind", [KAFKA], indirect=True)
 @pytest.mark.slow
-def test_offsets_that_another_program_moved_to_the_end_lose_no_prompt_and_no_result(
+def test_offsets_moved_to_the_end_by_another_program_lose_no_prompt_and_no_result(
     executors: ScriptedExecutors, model: str
 ) -> None:
     settings, first = executors.settings, prompt_of(0)

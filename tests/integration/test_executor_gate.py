@@ -232,7 +232,7 @@ def withheld(monkeypatch: pytest.MonkeyPatch) -> type[Withheld]:
     return Withheld
 
 
-def test_answered_turn_is_listed_until_its_result_is_stored_without_room(
+def test_answered_turn_takes_no_room_and_is_listed_until_its_result_is_stored(
     settings: BusSettings, withheld: type[Withheld]
 ) -> None:
     with running(settings) as (engine, router):

@@ -359,7 +359,7 @@ def test_role_without_a_right_names_the_right(others: Users, role: Role) -> None
 def test_role_starts_without_the_right_to_announce_its_start(
     others: Users, role: Role, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The topic is missing after an upgrade from 0.2.0."""
+    """A broker upgraded from 0.2.0 lacks the topic, and so its roles lack the right."""
     settings = others.settings(role)
     [acl] = [acl for acl in acls(role, others.namespace) if acl in TO_TELL]
     others.node.forbid(others.name(role), acl)

@@ -203,7 +203,7 @@ def test_stream_that_hangs_at_its_start_keeps_the_position_of_a_newer_stream(
     assert on_log(settings) == everyone(range(3))
 
 
-def test_trainer_without_settlements_leaves_the_log_unused(settings: BusSettings) -> None:
+def test_stream_is_fresh_until_a_group_is_settled(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(1)))
     for _ in range(2):
         with SampleStream(settings, "policy") as stream:

@@ -50,9 +50,9 @@ class ScriptedEndpoint:
         self.version: Any = {"version": "0.32.0"}
         self.tells_token_ids = True
         self.loads = True
-        """Whether a load takes effect. With False the server reports a load that did not happen."""
+        """Whether a load takes effect. If False, the server reports a load that did not happen."""
         self.answers_probes = True
-        """Whether probes are answered with tokens. With False the answers are empty."""
+        """Whether probes are answered with tokens. If False, the answers are empty."""
         self.sees_folders = True
         self.changed: dict[str, Any] = {}
         """Changed fields of the model configuration."""
@@ -66,7 +66,7 @@ class ScriptedEndpoint:
         self.answers = asyncio.Event()
         self.answers.set()
         self.says_paused = True
-        """Whether a pause is reported at once. With False the server pauses too, and reports the pause once it
+        """Whether a pause is reported at once. If False, the server pauses too, and reports the pause once it
         continues."""
         self.goes_on = asyncio.Event()
         """Cleared while the server is paused."""

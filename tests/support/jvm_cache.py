@@ -1,10 +1,10 @@
-"""The classes of Apache Kafka as Java has them in memory, written once a run of tests and read at each start of a node.
+"""The classes of Apache Kafka as Java has them in memory, written once per test run and read at each start of a node.
 
-A node checks and links some thousands of classes as it starts: a third of the processor time of that. Where there is no
-such file, or one of another Java or other jars, Java does as it always does.
+A node checks and links some thousands of classes as it starts, which takes a third of its processor time. Java starts
+as always if there is no such file, or if the file is from another Java or other jars.
 
     archive = JvmClassArchive(Path("folder"))
-    os.environ |= archive.environment  # of all that start nodes from now on
+    os.environ |= archive.environment  # for every node started from now on
     archive.write()
 """
 
@@ -18,11 +18,11 @@ OPTIONS = "JDK_JAVA_OPTIONS"
 """The variable of the `java` command that holds options for it."""
 
 QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off")
-"""What Java says of an archive of other jars."""
+"""Options that silence the warning of Java about an archive of other jars."""
 
 
 class JvmClassArchive:
-    """In this folder."""
+    """The archive of classes, in the file `classes.jsa` of `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,9 +31,9 @@ class JvmClassArchive:
         self.environment = {OPTIONS: " ".join(options)}
 
     def write(self) -> None:
-        """Start a node that writes them as it ends. Raises BrokerFailed."""
+        """Start a node that writes the archive as it ends. Raises BrokerFailed."""
         home, [port] = home_of(KAFKA), free_ports(1)
         assert home is not None
-        lone_node(self.folder, port, home)  # formats: that has other classes
+        lone_node(self.folder, port, home)  # formats the folder, which loads other classes
         java = (*LONE_JAVA, f"-XX:ArchiveClassesAtExit={self._file}", *QUIET)
         start_broker(self.folder, kafka_home=home, port=port, kafka_java=java).stop()

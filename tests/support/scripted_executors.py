@@ -192,7 +192,7 @@ def _result(
     outcome: TurnOutcome = TurnOutcome.COMPLETED,
     cut: bool = False,
 ) -> TurnResult:
-    """Return a result. With `cut` the turn ends at its length limit, before a stop token."""
+    """Return a result. If `cut`, the turn ends at its length limit, before a stop token."""
     tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in text]
     if outcome is TurnOutcome.COMPLETED and not cut:
         tokens.append(END)

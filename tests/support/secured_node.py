@@ -1,6 +1,6 @@
 """A secured Apache Kafka node on loopback: TLS, SCRAM-SHA-512 authentication, and access by ACLs only.
 
-For tests and measurements of rights. A production cluster has its own certificates.
+The node serves tests and measurements of rights. A production cluster has its own certificates.
 
 Keeps true
 - Every listener is encrypted. Clients authenticate with SCRAM; the node authenticates to its controller with its
@@ -60,7 +60,7 @@ ITERATIONS = 4096
 """SCRAM iterations: the fewest that Kafka accepts. Random passwords gain nothing from more."""
 
 COUNTS_SECONDS = 30.0
-"""How long a changed right may take to be in effect."""
+"""Time that a changed right may take to be in effect."""
 
 LOOK_SECONDS = 0.02
 

@@ -82,7 +82,7 @@ def byte_level(added: Sequence[AddedToken] = special_tokens(*SPECIAL)) -> Tokeni
 def word_marking(added: Sequence[AddedToken] = (), *, scheme: str = "") -> Tokenizer:
     """Return a tokenizer in the form of Llama 2: bytes for unknown characters, and `▁` at the beginning of a word.
 
-    `scheme` is that of Metaspace. Without a scheme each part of a text between two special tokens begins with a marker.
+    `scheme` is that of Metaspace. If it is empty, each part of a text between two special tokens begins with a marker.
     """
     as_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = ["<unk>", "<s>", "</s>", *as_bytes, "▁", *map(chr, range(33, 127))]
@@ -130,7 +130,7 @@ def folder(
     own: dict[str, str] | None = None,
     stops: Sequence[int] = (),
 ) -> Path:
-    """Write a model folder. With `inside` the template is a field of the tokenizer configuration; `own` is its turn
+    """Write a model folder. If `inside`, the template is a field of the tokenizer configuration; `own` is its turn
     format."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))

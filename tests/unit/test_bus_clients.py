@@ -259,8 +259,8 @@ def test_writer_that_cannot_begin_transactions_does_not_wait_for_its_client(monk
     assert ended_on == ["free"]
 
 
-def test_retried_transaction_call_counts_as_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempts measure how long the broker has been silent."""
+def test_retriable_transaction_call_takes_its_whole_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of time slices measures how long the broker has been silent."""
     clock, takes = Clock(), [0.0, 1.0, 0.25]
     began = clock.now
 

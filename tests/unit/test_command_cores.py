@@ -163,7 +163,7 @@ def test_each_lending_server_has_its_own_name_and_users() -> None:
     assert roles["lender-1"][-1] != roles["lender-2"][-1]
 
 
-def test_numbered_local_executor_has_its_own_port_and_others_the_first() -> None:
+def test_executor_number_is_the_suffix_of_a_local_name_and_otherwise_0() -> None:
     names = ("executor-0", "executor-12", "gpu-7", "executor-", "executor-x", "executor-\u0663")
     assert [number_of(name) for name in names] == [0, 12, 0, 0, 0, 0]
 
@@ -341,7 +341,7 @@ def test_recent_starts_are_counted_by_role_and_broker_clock() -> None:
     st.lists(st.tuples(st.sampled_from(["", "node-1/0", "node-1/1", "node-2/0"]), st.integers(1, 5)), min_size=1),
     st.booleans(),
 )
-def test_processes_of_one_name_on_different_partitions_count_separately(
+def test_starts_are_counted_by_partition_and_the_largest_count_is_shown(
     beginnings: list[tuple[str, int]], fresh: bool
 ) -> None:
     view = RunState(began=0.0)
@@ -409,7 +409,7 @@ def test_refused_prompt_is_not_expected_until_a_corrected_prompt_opens_its_group
         assert view.refused == refused
 
 
-def test_role_metrics_collector_ignores_metrics_that_existed_before() -> None:
+def test_garbage_collector_of_a_role_ignores_imported_objects() -> None:
     program = (
         "import gc; from rose.pipeline.cli.roles import freeze_imports; freeze_imports();print(len(gc.get_objects()))"
     )

@@ -135,7 +135,7 @@ def cut_of(requests_of: TurnRequest, offset: int) -> TurnDispatch:
     return msgspec.structs.replace(dispatched(requests_of), request_wire=msgspec.Raw(carried), offset=offset, cut=True)
 
 
-def test_dispatch_holds_no_more_tokens_than_its_context_has() -> None:
+def test_read_back_of_a_forged_chain_is_bounded_and_reported_as_missing_context() -> None:
     """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each short turn that was read back."""
     long, own = pack_tokens([7] * 1000), requests_of([[1], [2]])[-1]
     forged = msgspec.structs.replace(own, chain=tuple(range(MAX_CHAIN)))

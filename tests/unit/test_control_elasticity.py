@@ -73,7 +73,7 @@ def test_large_fleet_wakes_as_many_lenders_as_have_work() -> None:
     assert 30 < control.woken < 70, "each has two seconds of work, of some three turns"
 
 
-def test_wake_time_and_catch_up_time_are_learned() -> None:
+def test_wake_time_of_a_lender_is_learned_and_expected_of_other_lenders() -> None:
     simulation = fleet("a", wakes_in=7.0)
     simulation.seconds(20, waiting=500)
     assert simulation.control.estimates.wake.expected("a") == pytest.approx(7.0)
@@ -115,7 +115,7 @@ def test_lender_with_a_manual_grant_is_left_alone_until_its_release() -> None:
     assert simulation.lending == {"a", "b"}
 
 
-def test_drained_lender_is_left_alone_and_keeps_its_manual_grant() -> None:
+def test_drained_lender_does_not_count_toward_the_cap_and_keeps_its_manual_grant() -> None:
     simulation = ControlSimulation(
         changed(most_lenders=1), lenders={"a": SimulatedLender(), "b": SimulatedLender(busy=1)}
     )
@@ -334,7 +334,9 @@ STEP = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.lists(STEP, max_size=60))
-def test_grants_keep_the_cap_name_one_job_and_have_a_reason(cap: int, steps: list[tuple[int, bool, str, int]]) -> None:
+def test_grants_keep_the_cap_and_skip_lenders_with_manual_grants_or_other_jobs(
+    cap: int, steps: list[tuple[int, bool, str, int]]
+) -> None:
     names = [f"w{number}" for number in range(5)]
     simulation = ControlSimulation(changed(most_lenders=cap), lenders={name: SimulatedLender() for name in names})
     others: dict[str, float] = {}
@@ -409,5 +411,5 @@ def test_number_of_lenders_settles_under_constant_load(
         assert times[-1] < 300, f"still changing: {times}"
 
 
-def test_grace_time_exceeds_the_delivery_time_of_a_grant() -> None:
+def test_grace_time_is_positive_and_shorter_than_a_lease() -> None:
     assert 0 < GRACE_SECONDS < CONFIG.lease_seconds

@@ -238,7 +238,7 @@ def test_headline_of_a_starting_run_names_the_starting_roles(starting: list[str]
     assert found is not None and found.startswith(sentence)
 
 
-def test_headline_of_a_healthy_starting_run_is_empty() -> None:
+def test_headline_of_a_healthy_run_without_starting_roles_is_empty() -> None:
     assert headline(WELL, diagnose(WELL), starting=[]) is None
 
 

@@ -115,7 +115,7 @@ def test_capacity_lost_before_a_late_turn_counts() -> None:
     assert first_turns(lines, Waiting([(0.0, 3), (2.0, 0), (5.0, 3)]), late=0.25)[GRANT] == []
 
 
-def test_lender_at_the_end_of_the_journal_outlives_all_turns() -> None:
+def test_last_lent_time_is_unknown_while_a_lender_lends_and_if_none_lent() -> None:
     lines = [
         line(NoteKind.FREE, 1.0, reason=GRANT),
         line(NoteKind.FREE, 1.0, reason=GRANT, worker="s1"),

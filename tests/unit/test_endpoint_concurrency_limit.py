@@ -110,7 +110,7 @@ BASE_SECONDS, TOKEN_SECONDS = 0.008, 0.00005
 
 @given(st.floats(0.0, 0.2), st.integers(0, 2**32 - 1))
 def test_network_latency_does_not_raise_the_token_cost(away: float, seed: int) -> None:
-    """Its requests cross a network, most with few tokens; the reported rates are those of the engine."""
+    """The requests cross a network, and most compute few tokens; the reported rates are those of the engine."""
     random, rates = Random(seed), TokenRates()
     for _ in range(300):
         running = random.randint(1, 32)

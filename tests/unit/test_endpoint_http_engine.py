@@ -213,7 +213,7 @@ def test_silent_turn_has_no_room_and_a_disconnected_turn_has_failed(error: Excep
 
 
 @pytest.mark.parametrize(("processes", "another"), [(1, True), (2, False)])
-def test_each_of_several_api_processes_has_its_own_id(processes: int, another: bool) -> None:
+def test_instance_id_identifies_a_server_only_if_it_has_one_api_process(processes: int, another: bool) -> None:
     def config(instance: str) -> VllmConfig:
         chunk = {
             "model_config": {"model": "m", "dtype": "torch.float32", "max_model_len": 8, "max_logprobs": 20},

@@ -310,7 +310,7 @@ def test_group_settled_under_a_slow_clock_has_the_age_of_the_log() -> None:
 
 
 def test_old_groups_are_forgotten_as_fast_as_new_groups_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a batch between two checks: the rest does not wait for the next check."""
+    """Between two checks more groups than one batch get old, and the rest does not wait for the next check."""
     here, now = home(), 1e6
     for offset in range(3 * OLD_BATCH + 2):
         here.on_group(
@@ -361,7 +361,7 @@ def test_manual_settlement_is_applied_once_and_between_steps() -> None:
 
 
 @pytest.mark.parametrize("offset", [9, 11], ids=["an earlier group of its id", "a later one"])
-def test_manual_settlement_of_a_trajectory_does_not_settle_a_group_of_that_id(offset: int) -> None:
+def test_manual_settlement_does_not_apply_to_another_group_of_the_same_id(offset: int) -> None:
     of = with_group(10, HERE[0])
     of.on_settle_request(request(HERE[0], 1, offset))
     assert list(of.take_settle_requests()) == []

@@ -3,31 +3,17 @@ behind."""
 
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rose.topics.errors import BrokerUnreachable
-from rose.topics.settings import BusSettings
-from rose.workers.environments import runner_pool as stage_module
 from rose.workers.environments import runner_supervisor
-from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.home import ResetResult
-from rose.workers.environments.jobs import EnvironmentFailure, JobResult, ResetJob, RunnerLimits, StepJob
-from rose.workers.environments.main import run_environment_worker
-from rose.workers.environments.process_runner import ProcessRunner
-from rose.workers.environments.registry import UnknownEnvironment
-from rose.workers.environments.runner_pool import RunnerPool
-from rose.workers.environments.runner_server import ProcessSetup
+from rose.workers.environments.jobs import EnvironmentFailure, JobResult
 from rose.workers.environments.transitions import StepResult
-from tests.support.environment_fixtures import WAIT_SECONDS, act, answers, answers_of
+from tests.support.environment_fixtures import WAIT_SECONDS, answers, answers_of
 from tests.support.misbehaving_environment import CHANGES, FOLDER, FORKS, NAME
+from tests.support.runner_processes import AWAY, processes, reset, step, stepped
 from tests.support.scripted_executors import model_folder
 from tests.support.waiting import has_ended, until
 
@@ -42,21 +28,6 @@ ENDINGS = {
 }
 
 
-AWAY = """
-import time
-from pathlib import Path
-
-from tests.support.misbehaving_environment import Wild
-
-here = Path(__file__)
-with here.with_name("begun").open("a") as begun:
-    begun.write("x")
-if here.with_name("away").exists():
-    raise RuntimeError("the share is away")
-while here.with_name("hangs").exists():
-    time.sleep(0.01)
-"""
-
 MOST_SNAPSHOT = 900_000
 
 
@@ -64,37 +35,6 @@ MOST_SNAPSHOT = 900_000
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     return model_folder(tmp_path)
-
-
-@contextmanager
-def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterator[RunnerPool]:
-    limits = RunnerLimits(max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024)
-
-    def new_runner(name: str, answer: Any, generation: int) -> ProcessRunner:
-        kind = ProcessSetup(
-            environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, generation=generation
-        )
-        return ProcessRunner(kind, answer)
-
-    stage = RunnerPool(new_runner, limits)
-    stage.begin_generation(1)
-    try:
-        yield stage
-    finally:
-        stage.close()
-
-
-def step(name: str, action: str, state: bytes = b"0", *, kind: str = NAME) -> StepJob:
-    return act(name, action, state, environment=kind)
-
-
-def reset(name: str, **arguments: Any) -> ResetJob:
-    return ResetJob(generation=1, trajectory_id=name, environment=NAME, ticket=name, seed=7, arguments=arguments)
-
-
-def stepped(answer: JobResult) -> bytes:
-    assert isinstance(answer, StepResult), answer
-    return answer.state
 
 
 @pytest.mark.slow
@@ -244,7 +184,7 @@ def test_step_may_use_an_alarm_signal(folder: Path) -> None:
         assert {stepped(answer) for answer in found.values()} == {b"5"}
 
 
-def test_a_terminal_that_a_step_opens_and_closes_ends_no_process(folder: Path) -> None:
+def test_terminal_that_a_step_opens_and_closes_ends_no_process(folder: Path) -> None:
     with processes(folder) as stage:
         assert stepped(answers(stage, [step("a", "terminal", b"4")])["a"]) == b"5"
 
@@ -346,19 +286,6 @@ def test_jobs_of_a_process_that_cannot_restart_fail_and_others_continue(
             )
 
 
-def test_shutdown_does_not_wait_for_an_importing_process(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage_module, "CLOSE_SECONDS", 3600.0)
-    (tmp_path / "away.py").write_text(AWAY)
-    (tmp_path / "hangs").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with processes(folder) as stage:
-        stage.warm_up("away:Wild")
-        until(lambda: (tmp_path / "begun").exists())
-    assert not alive(folder)
-
-
 @pytest.mark.slow
 def test_long_step_finishes_beside_environments_that_exit_during_close(folder: Path) -> None:
     kind = NAME.replace("Wild", "EndsAtLast")
@@ -410,177 +337,3 @@ def test_step_that_finds_no_thread_is_repeated_in_another_process(folder: Path) 
     with processes(folder) as stage:
         found = answers(stage, [step("a", "no thread at first", b"4"), step("b", "pause", b"4")])
         assert {stepped(answer) for answer in found.values()} == {b"5"}
-
-
-WORKER = """
-import sys
-from pathlib import Path
-sys.path[:] = {path}
-from tests.unit.test_environment_processes import processes, step
-from tests.support.environment_fixtures import answers
-with processes(Path({folder!r})) as stage:
-    answers(stage, [step("a", "{first}")])
-    print("ready", flush=True)
-    {then}
-"""
-
-
-def alive(folder: Path) -> set[int]:
-    """Return other processes with the folder of this test in their environment."""
-    mark = f"{FOLDER}={folder}".encode()
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "blocked and killed", "closed"])
-def test_child_processes_of_an_environment_end_with_the_worker(folder: Path, how: str) -> None:
-    deed = "hold" if how.startswith("blocked") else "wait"
-    waits = f'stage.start([step("b", "{deed}")]); stage.results(3600.0)'
-    then = "pass" if how == "closed" else waits
-    program = WORKER.format(path=sys.path, folder=str(folder), first="children", then=then)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
-        assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
-        if how != "closed":
-            until(lambda: len(alive(folder)) >= 7)  # the worker, guard and process, and four sleepers
-            worker.kill()
-    until(lambda: not alive(folder))
-
-
-@pytest.mark.slow
-def test_shared_memory_of_an_ended_process_is_released(folder: Path) -> None:
-    with processes(folder) as stage:
-        failed = answers(stage, [step("a", "memory and end")])["a"]
-        assert isinstance(failed, EnvironmentFailure) and "ended with status 3" in failed.failure
-    until(lambda: not alive(folder))
-    assert not (Path("/dev/shm") / (folder / "memory").read_text()).exists()
-
-
-@pytest.mark.slow
-def test_child_processes_of_an_environment_get_sigterm_before_sigkill(folder: Path) -> None:
-    with processes(folder) as stage:
-        answers(stage, [step("a", "tidy child")])
-    until(lambda: not alive(folder))
-    assert (folder / "tidied").exists()
-
-
-def test_pipe_flags_set_by_an_environment_do_not_reach_the_worker(folder: Path) -> None:
-    """The worker writes its log to the pipe, and would end at a full pipe."""
-    program = WORKER.format(path=sys.path, folder=str(folder), first="non-blocking", then="pass")
-    reads, writes = os.pipe()
-    try:
-        subprocess.run([sys.executable, "-c", program], stdout=writes, stderr=writes, timeout=WAIT_SECONDS, check=True)
-        assert os.get_blocking(writes)
-    finally:
-        os.close(reads)
-        os.close(writes)
-
-
-PRINTED = ["StepResult", "EnvironmentFailure", "StepResult"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("named", [False, True])
-def test_environment_can_print_after_the_log_reader_has_gone(folder: Path, tmp_path: Path, named: bool) -> None:
-    """This also holds for a process that starts later."""
-    jobs = (("a", "print"), ("b", "end"), ("c", "print"))
-    then = f"sys.stdin.read(); again = [answers(stage, [step(*job)]) for job in {jobs}]"
-    program = WORKER.format(path=sys.path, folder=str(folder), first="print", then=then)
-    program += "    assert [type(each).__name__ for found in again for each in found.values()] == " + repr(PRINTED)
-    if named:
-        os.mkfifo(tmp_path / "log")
-        reads = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
-        writes = os.open(tmp_path / "log", os.O_WRONLY)
-    else:
-        reads, writes = os.pipe()
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writes) as worker:
-        os.close(writes)
-        assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
-        os.close(reads)
-        worker.communicate(timeout=WAIT_SECONDS)
-    assert worker.returncode == 0
-
-
-LIBRARIES = ("numpy", "tokenizers", "queue", "selectors", "prometheus_client")
-
-
-def test_user_file_never_shadows_a_module_that_rose_imports(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    for name in LIBRARIES:
-        (tmp_path / "own" / f"{name}.py").write_text("raise ImportError('it is the user's')\n")
-    (tmp_path / "own" / "plain.py").write_text("from tests.support.misbehaving_environment import Wild\n")
-    config = EnvironmentConfig(model_folder=folder, environments=("plain:Wild",), import_paths=(tmp_path / "own",))
-    before = list(sys.path)
-    with pytest.raises(BrokerUnreachable):  # raised once the environment is loaded
-        run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
-    assert sys.path == before, "the worker itself imports nothing of the user's"
-
-
-@pytest.mark.parametrize(
-    ("code", "isolation", "says"),
-    [
-        ("import sys; sys.exit()", "thread", "cannot import ends_early (SystemExit"),
-        ("import sys; sys.exit()", "process", "cannot import ends_early (SystemExit"),
-        ("raise KeyboardInterrupt", "process", "raises KeyboardInterrupt"),
-        ("raise KeyboardInterrupt", "thread", "cannot import ends_early (KeyboardInterrupt"),
-        ("raise type('Panic', (BaseException,), {})('boom')", "thread", "cannot import ends_early (Panic: boom)"),
-        ("raise type('Panic', (BaseException,), {})('boom')", "process", "cannot import ends_early (Panic: boom)"),
-        ("import os; os._exit(0)", "process", "ends the process, which ended with status 0"),
-        ("import os; os.abort()", "auto", "ends the process, which was ended by SIGABRT"),
-    ],
-)
-def test_module_that_exits_at_import_is_refused_at_worker_start(
-    folder: Path, tmp_path: Path, code: str, isolation: Any, says: str
-) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "ends_early.py").write_text(code)
-    name = "ends_early:Any"
-    config = EnvironmentConfig(
-        model_folder=folder, environments=(name,), import_paths=(tmp_path / "own",), isolation=isolation
-    )
-    before, handler = (
-        list(sys.path),
-        signal.signal(signal.SIGINT, lambda *_: None),
-    )  # the handler of a role, which stops in order
-    try:
-        with pytest.raises(UnknownEnvironment) as refused:
-            run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
-    finally:
-        sys.path[:] = before
-        signal.signal(signal.SIGINT, handler)
-    assert repr(name) in str(refused.value) and says in str(refused.value)
-
-
-ENDS = """
-import sys, threading, time
-from pathlib import Path
-sys.path[:] = {path}
-from rose.workers.environments import main
-from rose.workers.environments.config import EnvironmentConfig
-from rose.topics.settings import BusSettings
-main.EXIT_SECONDS = 0.1
-config = EnvironmentConfig(
-    model_folder=Path({folder!r}), environments=("leaves_a_thread:Wild", "nowhere:Nothing"), isolation="thread"
-)
-try:
-    main.run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
-except main.UnknownEnvironment:
-    print("refused", flush=True)
-"""
-
-
-def test_worker_exits_despite_threads_left_by_environments(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "leaves_a_thread.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
-        "from tests.support.misbehaving_environment import Wild\n"
-    )
-    program = ENDS.format(path=[str(tmp_path), *sys.path], folder=str(folder))
-    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=WAIT_SECONDS, check=False)
-    assert ended.returncode == 1 and ended.stdout.endswith(b"refused\n")

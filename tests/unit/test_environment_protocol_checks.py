@@ -52,7 +52,7 @@ def test_reward_may_be_any_number_type(reward: Any, taken: float) -> None:
         (10**400, "the reward inf: it must be a finite number"),
     ],
 )
-def test_non_finite_reward_is_named_in_the_error(reward: Any, says: str) -> None:
+def test_reward_that_is_not_a_finite_number_is_named_in_the_error(reward: Any, says: str) -> None:
     with pytest.raises(ProtocolViolation) as refused:
         check_step(step(reward=reward))
     assert says in str(refused.value) and "scale" not in str(refused.value)
@@ -65,7 +65,7 @@ def test_bool_of_any_library_is_accepted(truth: Any) -> None:
 
 
 @pytest.mark.parametrize("truth", ["false", "", None, 2, 0.0, [], np.array([True, False])])
-def test_non_bool_is_not_accepted_as_a_bool(truth: Any) -> None:
+def test_done_that_is_not_a_bool_is_refused(truth: Any) -> None:
     with pytest.raises(ProtocolViolation, match=r"done of type .*: it must be True or False"):
         check_step(step(done=truth))
 

@@ -232,7 +232,7 @@ def test_thread_blocking_environment_delays_no_other_environment_type(folder: Pa
 
 
 def test_finished_job_is_answered_although_its_environment_does_not_close(folder: Path) -> None:
-    """Its close hangs, or blocks its thread."""
+    """The close of the environment hangs, or blocks its thread."""
 
     class NeverCloses(Blocking):
         async def close(self) -> None:
@@ -249,7 +249,7 @@ def test_finished_job_is_answered_although_its_environment_does_not_close(folder
         Counter.gate.set()
 
 
-def test_an_environment_that_blocks_its_thread_as_it_is_deleted_holds_up_nobody(folder: Path) -> None:
+def test_environment_that_blocks_its_thread_during_deletion_delays_no_other(folder: Path) -> None:
     class BlocksAtLast(Blocking):
         def __del__(self) -> None:
             if self.steps == 2:
@@ -265,7 +265,7 @@ def test_an_environment_that_blocks_its_thread_as_it_is_deleted_holds_up_nobody(
 
 
 def test_hung_pool_calls_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
-    """More of them than the loop's own default pool would have threads."""
+    """There are more hung calls than threads in the loop's own default pool."""
     many = 40
     with pool_of(folder, max_live=2 * many, timeout_seconds=0.5) as stage:
         found = answers(stage, [act(f"bad{number}", "pool") for number in range(many)])

@@ -108,7 +108,7 @@ def test_jobs_held_up_for_a_quarter_of_the_step_limit_are_repeated_apart() -> No
     assert process not in supervised.lane.runners(), "it was killed, and nothing is left in it"
 
 
-def test_process_without_an_answer_so_far_may_load_and_is_not_killed_for_a_job_that_holds_others_up() -> None:
+def test_process_without_an_answer_so_far_is_not_killed_for_a_job_that_holds_others_up() -> None:
     supervised = RunnerSupervisorFixture("loads", "a", "b")
     process = hold_up(supervised, "loads")
     assert process in supervised.lane.runners() and supervised.holds("loads").runner is process

@@ -46,7 +46,7 @@ def play(environment: Environment, actions: Sequence[str]) -> list[Step]:
     return asyncio.run(steps())
 
 
-def test_every_built_in_environment_passes_the_protocol_checks() -> None:
+def test_every_built_in_environment_has_a_case() -> None:
     assert set(CASES) == set(BUILT_IN)
 
 
@@ -188,7 +188,7 @@ def test_module_that_fails_at_import_is_reported_in_one_sentence(
         load_environment(f"{name}:Any")
 
 
-def test_module_of_a_package_imported_without_the_package_is_told_which_folder_to_name(
+def test_module_imported_without_its_package_is_refused_with_the_folder_to_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lone_part.py").write_text("from .other import Any")
@@ -281,7 +281,7 @@ def test_method_of_a_decorator_that_hides_the_function_is_accepted(
     load_environment("hidden:Any")()
 
 
-def test_environment_of_a_user_is_found() -> None:
+def test_environment_is_found_by_import_path_and_by_built_in_name() -> None:
     assert load_environment("rose.workers.environments.calculator:Calculator") is Calculator
     assert isinstance(load_environment("calculator")(), Environment)
 

@@ -20,7 +20,9 @@ def test_exception_group_names_the_first_errors_and_counts_the_others() -> None:
     assert f"<{MAX_LEAVES - 1}>; 3 more" in description and f"<{MAX_LEAVES}>" not in description
 
 
-def test_refused_start_of_a_process_is_told_from_a_busy_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_start_of_a_process_is_distinguished_from_another_blocking_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> int:
         raise BlockingIOError
 

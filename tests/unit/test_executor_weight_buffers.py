@@ -29,7 +29,7 @@ def test_staged_tensors_equal_the_written_tensors(
     os.close(buffer)
 
 
-def test_overwritten_weight_buffer_is_detected_by_its_reader() -> None:
+def test_overwritten_weight_buffer_changes_the_tensors_of_its_reader() -> None:
     """The engine therefore has two buffers: nothing is copied on the way."""
     buffer = os.memfd_create("test")
     ((_, first),) = StagedTensors(buffer, write_tensors(buffer, {"w": torch.zeros(3)}))

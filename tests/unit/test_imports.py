@@ -136,7 +136,7 @@ def test_product_file_has_no_more_lines_than_the_maximum() -> None:
     assert too_long == []
 
 
-def test_vllm_is_imported_in_two_packages() -> None:
+def test_vllm_is_imported_only_in_two_packages() -> None:
     elsewhere = [
         module
         for module, file in modules()
@@ -188,8 +188,8 @@ print(*sorted(set(sys.modules) - before))
     assert ran.stdout.split() == ["rose", "rose.workers", "rose.workers.lender", "rose.workers.lender.vllm"]
 
 
-def test_text_files_are_utf8_in_every_locale() -> None:
-    """Without an encoding, Python uses that of the locale."""
+def test_every_text_file_is_opened_with_an_encoding() -> None:
+    """Python uses the encoding of the locale if a call names none."""
     said_none = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for package in (*PACKAGES, "rose", "deploy", "bench")

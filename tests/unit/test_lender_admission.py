@@ -227,7 +227,7 @@ def test_guest_with_steps_over_the_yield_bound_is_rarely_tried_beside_serving() 
     ("budgets", "reason"), [({"ttft": 0.03}, HoldReason.PREFILL), ({"tpot": 0.012}, HoldReason.DECODE)]
 )
 def test_expected_prompt_arrivals_reduce_the_slack(budgets: dict[str, float], reason: HoldReason) -> None:
-    """With only the held requests, no deadline would be missed."""
+    """The held requests alone would miss no deadline."""
     decoding = ServingState(last_tokens=[NOW] * 8)
     subject = taught(admission(1.0, **budgets))
     assert subject.admit(decoding, step(0.005), now=NOW).hold_reason is None

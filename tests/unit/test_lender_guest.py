@@ -325,7 +325,7 @@ def test_guest_without_sidecar_is_kept_until_a_stop(fixture: Fixture) -> None:
 
 
 def test_guest_without_sidecar_is_suspended_although_serving_is_never_idle(fixture: Fixture) -> None:
-    """At once if the guest may compute, otherwise after FREE_SECONDS."""
+    """A guest that may not compute is suspended after FREE_SECONDS."""
     fixture.lend_alone()
     fixture.guest.tick_idle(blocked=True)
     assert fixture.guest.state is Lending, "nothing says stop"
@@ -345,7 +345,7 @@ def test_guest_without_sidecar_is_suspended_although_serving_is_never_idle(fixtu
 
 @pytest.mark.parametrize("profiles", [False, True], ids=["lends", "makes its first steps"])
 def test_guest_without_sidecar_learns_of_a_stop_while_the_loop_sleeps(tmp_path: Path, profiles: bool) -> None:
-    """Without a guest, the loop sleeps on."""
+    """A stop wakes the loop only while there is a guest."""
     woken = threading.Semaphore(0)
     listener = SidecarListener(tmp_path / "socket", woken.release, heartbeat_seconds=BEAT_SECONDS, log=LOG)
     fixture = Fixture(tmp_path, profiles=profiles, listener=listener)

@@ -49,7 +49,7 @@ def test_fully_returned_cache_leaves_no_page_and_changes_no_neighbour(a: int, b:
     assert int((cache == 7).sum()) < 2 * 4096
 
 
-def test_cache_in_locked_memory_can_be_released() -> None:
+def test_release_of_a_cache_in_locked_memory_raises_no_error_and_keeps_its_bytes() -> None:
     cache = torch.full((9 * 4096,), 7, dtype=torch.uint8)
     at = ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(cache.nbytes)
     assert ctypes.CDLL(None).mlock(*at) == 0

@@ -1,6 +1,6 @@
 """A simulation: the slack alone is not enough, and the occupancy guard bounds the held requests.
 
-With every token in time, serving still holds many times the requests that it would hold alone, by Little's law.
+Serving keeps every deadline and still holds many times the requests that it would hold alone, by Little's law.
 """
 
 from functools import cache

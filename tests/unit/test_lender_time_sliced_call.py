@@ -87,7 +87,7 @@ def test_resume_does_not_wait_inside_an_uninterruptible_call() -> None:
 
 
 def test_python_code_that_is_late_to_halt_does_not_run_beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the machine runs other threads meanwhile: here it makes no call for longer than the caller's grace."""
+    """The code makes no call for longer than the caller's grace, as on a machine that runs other threads meanwhile."""
     monkeypatch.setattr(host_process, "LATE_SECONDS", WAIT_SECONDS)
     owner, seen = ["host"], set[str]()
 

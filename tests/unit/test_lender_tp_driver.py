@@ -98,7 +98,7 @@ def test_failure_for_another_thread_is_raised_in_that_thread() -> None:
     assert max(left.values()) == 0, "it is over when the last rank is done, whatever became of the first"
 
 
-def test_yielding_function_is_resumed_as_often_on_every_rank() -> None:
+def test_function_that_yields_three_times_is_resumed_four_times() -> None:
     def rests() -> int:
         for _ in range(3):
             yield_slice()

@@ -127,7 +127,7 @@ def test_quantized_weights_are_refused_whatever_the_config_says(
         check_folder(folder)
 
 
-def test_integers_that_are_no_weights_are_taken(folder: Path) -> None:
+def test_integer_tensors_that_are_not_weights_are_accepted_and_left_out(folder: Path) -> None:
     masks = {
         "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
         "transformer.position_ids": torch.arange(4),

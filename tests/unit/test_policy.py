@@ -120,7 +120,7 @@ def test_step_on_tokens_with_divergent_engine_logprobs_is_refused_without_change
 def test_one_engine_among_many_that_computes_another_policy_is_named(
     policy: Any, groups: list[list[TrainingSample]], shift: float, refused: bool
 ) -> None:
-    """Also where it sampled none of the first minibatch, and the mean over all workers is small."""
+    """The engine is named even if it sampled none of the first minibatch and the mean over all workers is small."""
 
     def of(sample: TrainingSample, worker: str, shift: float) -> TrainingSample:
         logprobs = [one - shift for one in sample.behaviour_logprobs]
@@ -292,7 +292,7 @@ def test_folder_with_a_non_finite_weight_is_refused_with_its_name(tmp_path: Path
         load_policy(folder)
 
 
-def test_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=r"no readable config\.json"):
         load_policy(tmp_path)
 
@@ -318,7 +318,7 @@ def test_broken_folder_is_refused(tmp_path: Path, name: str, content: bytes | No
     assert "\n" not in str(refused.value)
 
 
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_weights_that_lack_a_tensor_are_refused_with_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     weights = load_file(folder / "model.safetensors")
@@ -342,7 +342,7 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -
     assert "\n" not in str(refused.value)
 
 
-def test_key_error_of_a_library_is_reported_as_a_missing_key(tmp_path: Path) -> None:
+def test_key_error_of_a_library_is_reported_with_its_type_and_key(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     config = json.loads((folder / "config.json").read_text())

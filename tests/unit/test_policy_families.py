@@ -74,7 +74,7 @@ def test_attention_logit_cap_is_applied(kind: str, tmp_path: Path) -> None:
     assert (found - logprobs_of(without.eval(), row)).abs().max() > 1e-2, "the cap changes nothing here"
 
 
-def test_version_with_an_attention_logit_cap_is_proven(tmp_path: Path) -> None:
+def test_reference_model_applies_the_attention_logit_cap(tmp_path: Path) -> None:
     folder, row = made(tmp_path, "gemma2", **CAPPED), [*range(2, 40)]
     model = load_policy(folder)
     probed = ProbeAnswer(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
@@ -136,7 +136,7 @@ def test_bloom_setting_that_leaves_out_biases_is_ignored(tmp_path: Path) -> None
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, slow_but_exact=True, pretraining_tp=2)), row), expected)
 
 
-def test_a_limit_of_time_steps_is_not_kept_to_as_engines_know_none(tmp_path: Path) -> None:
+def test_time_step_limit_is_ignored_like_in_engines(tmp_path: Path) -> None:
     sizes = {"num_heads": 4, "state_size": 16, "n_groups": 1, "head_dim": 16}
     folder, row = made(tmp_path, "mamba2", **sizes), [*range(2, 20)]
     expected = logprobs_of(load_policy(folder), row)
@@ -150,7 +150,7 @@ def test_sliding_window_of_0_means_no_window_like_in_engines(kind: str, tmp_path
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, sliding_window=0)), row), without)
 
 
-def test_sliding_window_of_0_is_kept_if_unused_and_refused_for_sliding_layers(tmp_path: Path) -> None:
+def test_sliding_window_of_0_is_accepted_if_unused_and_refused_for_sliding_layers(tmp_path: Path) -> None:
     mixture = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 4}
     load_policy(made(tmp_path / "mixture", "qwen2_moe", num_experts_per_tok=2, **mixture))
     sliding = rewrite(made(tmp_path / "sliding", "gemma2", head_dim=16), sliding_window=0)

@@ -89,7 +89,6 @@ def test_policy_with_dropout_has_on_policy_ratio_1_and_a_seed_independent_step(f
 
 
 def test_loaded_policy_computes_without_dropout(folder: Path) -> None:
-    """This also holds for a trial of a group."""
     model, tokens = load_policy(folder), torch.arange(2, 50)[None]
     torch.manual_seed(1)
     first = token_logprobs(model, tokens)

@@ -47,12 +47,12 @@ def test_process_asked_to_stop_as_it_starts_to_wait_stops() -> None:
     assert subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout == "stops\n"
 
 
-@pytest.mark.parametrize(("before", "seconds", "signal_name"), [("", WAIT_SECONDS, "stops"), (NOHUP, 0.1, "goes on")])
+@pytest.mark.parametrize(("before", "seconds", "printed"), [("", WAIT_SECONDS, "stops"), (NOHUP, 0.1, "goes on")])
 def test_process_with_a_closed_terminal_stops_unless_hangup_is_ignored(
-    before: str, seconds: float, signal_name: str
+    before: str, seconds: float, printed: str
 ) -> None:
     command = [sys.executable, "-c", TOLD_OF_ITS_TERMINAL.format(before=before, seconds=seconds)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout == f"{signal_name}\n"
+    assert subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout == f"{printed}\n"
 
 
 def test_hung_process_that_is_aborted_logs_its_stacks() -> None:

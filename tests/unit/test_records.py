@@ -28,6 +28,8 @@ def written(raw: RawMessage) -> bytes:
 
 
 @given(LENGTHS, LENGTHS, st.lists(st.tuples(st.sampled_from(["a", "ü" * 40]), LENGTHS), max_size=30))
-def test_message_size_equals_its_size_on_the_wire(key: int, value: int, headers: list[tuple[str, int]]) -> None:
+def test_message_size_exceeds_the_size_on_the_wire_by_less_than_the_framing(
+    key: int, value: int, headers: list[tuple[str, int]]
+) -> None:
     raw = RawMessage(bytes(key), bytes(value), tuple((name, bytes(length)) for name, length in headers))
     assert raw.size - RECORD_FRAMING_BYTES < len(written(raw)) <= raw.size

@@ -77,12 +77,12 @@ def test_abandoned_turn_has_no_prefill_and_no_decode() -> None:
 def test_replay_of_a_trajectory_shows_every_attempt_and_text() -> None:
     late = replace(RESULT, attempt=0, times=replace(RESULT.times, finished_at=9.0))
     episodes = fold_trajectory(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
-    [trajectory_number] = episodes.episodes
-    turn = trajectory_number.turns[REQUEST.turn]
+    [episode] = episodes.episodes
+    turn = episode.turns[REQUEST.turn]
     assert turn.request == REQUEST
     assert turn.attempts[DISPATCH.attempt].dispatches == [DISPATCH]
     assert [each for _, attempt in sorted(turn.attempts.items()) for each in attempt.results] == [late, RESULT]
-    assert trajectory_number.samples == [SAMPLE]
+    assert episode.samples == [SAMPLE]
     text = "\n".join(describe_trajectory(episodes, lambda tokens: f"<{len(tokens)} tokens>"))
     for words in (NAME, "calculator", "executor-0", "because", "trained at step 5", "reward 1", "<2"):
         assert words in text
@@ -134,9 +134,9 @@ def test_two_trajectories_of_one_id_are_not_mixed(first: int, second: int, order
             rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{trajectory_number}", times=times))
     order.shuffle(rest)  # type: ignore[attr-defined]
     episodes = fold_trajectory(NAME, found(*requests, *rest)).episodes
-    assert [len(trajectory_number.turns) for trajectory_number in episodes] == [first, second]
-    for number, told_life in enumerate(episodes):
-        for own in told_life.turns.values():
+    assert [len(episode.turns) for episode in episodes] == [first, second]
+    for number, episode in enumerate(episodes):
+        for own in episode.turns.values():
             assert [each.worker for each in own.attempts[0].dispatches] == [f"executor-{number}"]
             assert [each.worker for each in own.attempts[0].results] == [f"executor-{number}"]
 

@@ -81,7 +81,7 @@ def test_clock_skew_of_a_gone_or_unknown_executor_is_not_exported() -> None:
         assert sample("clock_behind_seconds", cell="0", worker="w0") is None
 
 
-def test_metrics_of_a_serving_router_start_without_counts() -> None:
+def test_metrics_of_a_router_without_a_cell_have_no_counts() -> None:
     with export_metrics(Serving(1)):
         assert (sample("serves"), sample("cells")) == (0, 1)
         assert sample("turns_requested_total", cell="0") is None

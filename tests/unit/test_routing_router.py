@@ -243,7 +243,7 @@ def test_stopping_executor_returns_its_turns_at_once_without_failures() -> None:
     assert (simulation.held["g0:0"].worker, simulation.held["g0:0"].failures) == ("w1", 0)
 
 
-def test_version_counts_exclude_dead_executors() -> None:
+def test_current_version_ignores_dead_executors() -> None:
     simulation = RoutingSimulation()
     simulation.beat(0, policy_version=2**50)
     simulation.beat(1, policy_version=5)

@@ -148,7 +148,9 @@ def test_line_marks_are_unique_and_repeats_name_a_valid_group(plan: Plan) -> Non
         ([0, 0, 1], [0, 1], 1),
     ],
 )
-def test_each_requested_turn_is_in_its_sample_once(requested: list[int], sampled: list[int], breaches: int) -> None:
+def test_turn_missing_doubled_or_reordered_in_a_sample_is_a_breach(
+    requested: list[int], sampled: list[int], breaches: int
+) -> None:
     log = Log(requests=Counter(("a:0", turn) for turn in requested), samples=Counter(["a:0"]))
     log.sample_turns["a:0"] += sampled
     assert len(list(of_turns(log))) == breaches

@@ -60,7 +60,7 @@ def test_invalid_tokenizer_file_is_reported_in_one_sentence(tmp_path: Path, cont
     assert "\n" not in str(refused.value)
 
 
-def test_a_tokenizer_in_mistrals_own_format_alone_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_tokenizer_in_the_format_of_mistral_alone_is_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"has tekken\.json, .* no tokenizer\.json: take the tokenizer\.json and"):
         load_tokenizer(tmp_path / "tokenizer.json")
@@ -105,7 +105,7 @@ FLAGS: dict[str, tuple[Callable[[], Tokenizer], str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("make", "kind", "flags"), FLAGS.values(), ids=FLAGS.keys())
-def test_a_flag_that_only_transformers_keeps_to_is_refused_by_trainer_and_evaluation(
+def test_flag_that_only_transformers_applies_is_refused_by_trainer_and_evaluation(
     make: Callable[[], Tokenizer], kind: str, flags: dict[str, object], tmp_path: Path
 ) -> None:
     made = flagged(tmp_path, make(), kind, **flags)
@@ -116,7 +116,7 @@ def test_a_flag_that_only_transformers_keeps_to_is_refused_by_trainer_and_evalua
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_a_tokenizer_that_transformers_wrote_reads_as_transformers_does(tmp_path: Path, *, flag: bool) -> None:
+def test_tokenizer_written_by_transformers_gives_the_tokens_of_transformers(tmp_path: Path, *, flag: bool) -> None:
     from transformers import AutoTokenizer
 
     made = flagged(tmp_path, byte_level(), "gpt2", **BYTES, add_prefix_space=flag)

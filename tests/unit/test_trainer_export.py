@@ -72,7 +72,7 @@ def test_remains_of_an_interrupted_export_are_replaced(tensors: FolderTensors, t
     assert not (target / "half").exists()
 
 
-def test_foreign_files_and_links_do_not_fail_an_export(tmp_path: Path) -> None:
+def test_foreign_files_and_links_neither_fail_an_export_nor_are_exported(tmp_path: Path) -> None:
     folder, elsewhere, target = tmp_path / "model", tmp_path / "elsewhere", tmp_path / "exported"
     tiny_policy("qwen3", folder)
     tensors = FolderTensors(load_policy(folder), folder)

@@ -99,7 +99,7 @@ def test_too_large_observation_or_state_is_a_failure_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_non_numeric_reward_is_a_failure(reward: float) -> None:
+def test_non_finite_reward_is_a_failure(reward: float) -> None:
     trajectory = opened(prompt_of())
     written = live(trajectory, result_of(trajectory), stepped(reward=reward))
     assert sample_of(written).reward is None and str(reward) in sample_of(written).failure

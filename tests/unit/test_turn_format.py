@@ -328,7 +328,7 @@ def test_context_has_no_extra_word_markers(tmp_path: Path, scheme: str) -> None:
 
 
 def test_template_is_read_as_utf8_in_every_locale(tmp_path: Path) -> None:
-    """Without a locale, Python uses ASCII."""
+    """Python uses ASCII in the locale C."""
     made = folder(tmp_path, byte_level(), "{# 起 #}" + CHATML)
     program = "import sys; from pathlib import Path; from rose.workers.environments.turn_format import TurnFormat; "
     program += "print(*TurnFormat(Path(sys.argv[1])).observation_tokens('7', first=True))"

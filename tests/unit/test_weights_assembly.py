@@ -137,7 +137,7 @@ class VersionFixture:
         self.assembly.add(one, self.sink.fetch)
 
     def payload(self, number: int, payload: bytes, *, announced: bool) -> WeightManifest:
-        """Replace the payload of one chunk. With `announced` the manifest matches it."""
+        """Replace the payload of one chunk. If `announced`, the manifest matches it."""
         place = places(self.manifest)[number]
         self.sink.chunks[place] = msgspec.structs.replace(self.sink.chunks[place], payload=payload)
         if not announced:

@@ -97,9 +97,7 @@ def test_published_version_is_accepted(
 
 
 @given(SHAPES.filter(lambda shapes: any(np.prod(shape) > 0 for shape in shapes.values())), st.integers(1, 4), st.data())
-def test_every_incomplete_tiling_is_refused(
-    shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject
-) -> None:
+def test_every_broken_tiling_is_refused(shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject) -> None:
     """A slice is moved, resized, left out or duplicated; the manifest is valid in every other respect."""
     manifest = two_versions(shapes, parts)[1]
     number = data.draw(st.integers(0, len(manifest.slices) - 1))
@@ -344,7 +342,7 @@ def test_chunk_unlike_its_manifest_is_refused(change: dict[str, object], refusal
     ],
 )
 def test_version_unfit_for_the_engine_is_refused_before_any_fetch(wire: str, engine: str | None, held: bool) -> None:
-    """Only the engine can resolve `auto`."""
+    """The type `auto` is accepted, because only the engine can resolve it."""
     manifest = MemoryChunkSink().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
     if held:
         check_manifest(manifest, {"a": (4,)}, engine_dtype=engine)

@@ -307,7 +307,7 @@ def test_decoding_of_any_bytes_is_bounded_and_leaves_the_base_words_unchanged() 
 @pytest.mark.parametrize("code", [1, 60, hazard.LIGHT_CODES - 1, hazard.HEAVY_CODE])
 @pytest.mark.parametrize("byte", [0x00, 0x01, 0x7F, 0xFF])
 def test_decoding_of_a_million_declared_events_ends_soon(code: int, byte: int) -> None:
-    """With work proportional to words times events this would take hours."""
+    """Work proportional to words times events would take hours."""
     old = np.full(1_000_000, 0x3F80, dtype=np.uint16)
     for events in (1, len(old) // 2, len(old)):
         payload = codec._HEAD.pack(codec.DELTA, events, 0x7F, 0) + bytes([code]) + bytes([byte]) * 100_000

@@ -207,7 +207,7 @@ def test_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
 
 
 @given(st.binary(max_size=400))
-def test_altered_index_bytes_are_refused_without_other_effect(payload: bytes) -> None:
+def test_index_of_random_bytes_is_refused(payload: bytes) -> None:
     topic = MemoryChunkSink()
     stored = topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=0, payload=payload))
     manifest = msgspec.structs.replace(small(), tensors=(), slices=(), index=(stored.ref(),))

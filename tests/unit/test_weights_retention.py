@@ -72,7 +72,7 @@ def test_older_epoch_is_older_at_any_version_number() -> None:
     assert versions(found) == [10, 11]
 
 
-def test_nothing_is_deleted_without_an_anchor() -> None:
+def test_all_versions_are_needed_without_an_anchor() -> None:
     assert versions([manifest(4, 3), manifest(5, 4)]) == [4, 5]
 
 
@@ -163,7 +163,7 @@ def test_forged_anchors_delete_no_honest_version(version: int) -> None:
     assert (gone.before, gone.files, gone.keys) == ({0: 0}, [], [])
 
 
-def test_nothing_is_deleted_for_a_run_without_versions() -> None:
+def test_partition_without_chunks_of_the_run_loses_no_chunk() -> None:
     """The chunks may be of a version in publication: chunks precede their manifest."""
     foreign_manifest = honest(9, manifest(0, None, (1, 50), run=OTHER))
     assert what_is_released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), foreign_manifest]).before == {

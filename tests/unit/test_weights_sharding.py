@@ -113,7 +113,7 @@ def test_every_rank_gets_its_shard_from_publishers_of_any_layout(
             assert np.array_equal(part(assembly.done.tensors[name], box), part(second[name], box)), name
 
 
-def test_rank_of_eight_fetches_about_an_eighth_with_column_slices() -> None:
+def test_rank_of_eight_fetches_less_than_a_third_with_column_slices() -> None:
     shapes = decoder(layers=2, heads=8, key_value_heads=8, vocabulary=512, tied=False)
     tensors = random_tensors(shapes, torch.bfloat16, np.random.default_rng(0))
     sink = MemoryChunkSink()

@@ -140,7 +140,7 @@ class Log:
     lines: dict[tuple[str, int, int], str] = field(default_factory=dict)
     """The mark of every prompt, by topic, partition and offset."""
     dead_letters: list[tuple[tuple[str, int, int], str]] = field(default_factory=list)
-    """For every dead-lettered prompt: the location that it names, and its mark."""
+    """The location that each dead-lettered prompt names, and its mark."""
     other_letters: Counter[str] = field(default_factory=Counter)
     """Dead letters of other topics."""
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)

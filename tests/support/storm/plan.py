@@ -164,14 +164,14 @@ ROUND: tuple[tuple[Act, Role], ...] = (
     (Act.FREEZE, Role.ROUTER),
     (Act.KILL, Role.TRAINER),
 )
-"""Faults of every round. With a cluster, a node is also killed."""
+"""Faults of every round. A round of a cluster also kills a node."""
 LATER: tuple[tuple[Act, Role], ...] = (
     (Act.FREEZE, Role.TRAINER),
     (Act.LEAVE, Role.EXECUTOR),
     (Act.LEAVE, Role.ROUTER),
     (Act.LEAVE, Role.TRAINER),
 )
-"""One of these faults, in turn, is added to each round."""
+"""Each round also has one of these faults, in turn."""
 
 LENDER_STAYS: tuple[tuple[Act, Part], ...] = (
     (Act.FREEZE, Part.CORE),
@@ -186,11 +186,11 @@ LENDER_ENDS: tuple[tuple[Act, Part], ...] = (
     (Act.LEAVE, Part.ALL),
     (Act.KILL, Part.WATCHDOG),
 )
-"""With lenders, one of each of these, in turn, and a temporary park are added to each round."""
+"""A round that has lenders also has one fault of LENDER_STAYS and one of LENDER_ENDS, in turn, and a temporary park."""
 PARKED_SECONDS = (2.0, 10.0)
 
 CONTROL = (Act.KILL, Act.FREEZE)
-"""With a control app, these faults are added to each round."""
+"""A round that has a control app also has these faults."""
 
 LEAVERS: tuple[Role, ...] = (
     *(Role.ENVIRONMENT, Role.ROUTER, Role.ENVIRONMENT, Role.EXECUTOR, Role.ENVIRONMENT, Role.ROUTER),

@@ -86,10 +86,10 @@ class Roles:
         cells: int = 1,
         controlled: bool = False,
     ) -> None:
-        """`arguments` follow the role's own arguments on the command line. Of `most` executors, lenders have the last
-        names.
+        """`arguments` follow the role's own arguments on the command line. Lenders have the last names of `most`
+        executors.
 
-        `cells` gives the cell of each executor that stays in a cell. With `controlled` a manually parked lender is
+        `cells` gives the cell of each executor that stays in a cell. If `controlled`, a manually parked lender is
         released to the control app. `sites` are installations of the roles, see `InstalledVersions`; without `sites`
         the roles are from this checkout.
         """

@@ -1,8 +1,8 @@
 """Stalls: how long nothing moved although it could have. Pure.
 
 Keeps true
-- Time counts while work is left, and one worker of each kind is well: running, started, not frozen. Of executors, one
-  in each cell, but where a control app moves them between cells: there it is one that must be well.
+- Time counts while work is left, and one worker of each kind is well: running, started, not frozen. Every cell must
+  have such an executor; if a control app moves executors between cells, one in all is enough.
 - Time does not count within a session timeout after a worker died or was frozen: the log may still think it lives.
 - A stall is what counts of the time between two applied turns.
 
