@@ -188,7 +188,11 @@ class ThreadRunner:
         return None if task is None else self._tasks.get(task)
 
     def kill(self) -> None:
-        """Have the thread end as soon as possible: after a sleep, or in the middle of a Python loop."""
+        """Have the thread end as soon as possible: after a sleep, or in the middle of a Python loop.
+
+        On CPython 3.11 a thread with a profile or trace function (a debugger, a coverage tool) makes no progress until
+        the killed thread has raised its exception. Environments in processes of their own are not affected.
+        """
         self.stop()
         if self._thread.ident is not None and self._thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
