@@ -63,6 +63,9 @@ CONFIDENTIAL = ("broker.properties", "serving.environment", "serving.flags")
 PROPERTIES = ("broker", "properties")
 """The field for librdkafka's settings, whose names contain dots."""
 
+ANY_TYPE = ("executor", "vllm")
+"""The field whose values have types that only vLLM knows."""
+
 NOT_SHOWN = "(not shown)"
 """Text in place of a password where a configuration is shown."""
 
@@ -283,7 +286,7 @@ def _environment_overrides() -> Iterator[Override]:
     for section, fields in source().items():
         for name, value in fields.items():
             variable = f"{PREFIX}{section}{DELIMITER}{name}".upper()
-            yield variable, (section, name), _from_text(value, variable)
+            yield variable, (section, name), _from_text(value, variable, (section, name))
 
 
 @cache
@@ -301,7 +304,8 @@ def _flag_overrides(common: Common) -> Iterator[Override]:
         path, equals, value = setting.partition("=")
         if not equals or "." not in path:
             raise UsageError(f"--set {setting}: write it as --set section.key=value")
-        yield f"--set {path}", tuple(path.split(".")), _from_text(value, f"--set {path}")
+        parts = tuple(path.split("."))
+        yield f"--set {path}", parts, _from_text(value, f"--set {path}", parts)
     for flag, path, override in common.overrides:
         yield flag, tuple(path.split(".")), override
     if common.bootstrap_server is not None:
@@ -310,11 +314,16 @@ def _flag_overrides(common: Common) -> Iterator[Override]:
         yield "--namespace", ("broker", "namespace"), common.namespace
 
 
-def _from_text(value: Any, origin: str) -> Any:
-    """Decode a list or table from JSON. Other text stays, without its line end; pydantic converts it."""
+def _from_text(value: Any, origin: str, path: tuple[str, ...]) -> Any:
+    """Decode a list or table from JSON. Other text stays, without its line end; pydantic converts it.
+
+    Within `ANY_TYPE` every text that is JSON is decoded.
+    """
+    if isinstance(value, dict) and path[:2] == ANY_TYPE:
+        return {name: _from_text(inner, origin, (*path, name)) for name, inner in value.items()}
     if isinstance(value, str):
         value = value.rstrip("\r\n")
-    if isinstance(value, str) and value[:1] in ("[", "{"):
+    if isinstance(value, str) and (value[:1] in ("[", "{") or path[:2] == ANY_TYPE):
         try:
             return json.loads(value, object_pairs_hook=reject_duplicate_keys)
         except json.JSONDecodeError:

@@ -251,7 +251,7 @@ def _type(kind: Any) -> str:
         case origin if origin is UnionType:
             return " or ".join(_type(each) for each in arguments if each is not type(None))
         case origin if origin is dict:
-            return f"table of {_type(arguments[1])}"
+            return "table" if arguments[1] is Any else f"table of {_type(arguments[1])}"
         case _:
             return f"list of {_type(arguments[0])}"
 

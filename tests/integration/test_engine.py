@@ -410,6 +410,18 @@ def test_too_small_cache_changes_no_logprob(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.long
+def test_compiled_engine_computes_as_transformers_across_swaps(tmp_path: Path) -> None:
+    model = new_policy(0, tied=True)
+    compiled = folder_config(save_policy(tmp_path, model), policy_version=0, vllm_arguments={"enforce_eager": False})
+    with closing(Engine(compiled)) as engine:
+        fixture = EngineFixture(engine, model, tied=True)
+        assert fixture.check(1) < TOLERANCE
+        for seed in range(2):
+            fixture.swap()
+            assert fixture.check(seed) < TOLERANCE
+
+
 def test_settings_refused_by_vllm_are_reported_in_one_sentence(tmp_path: Path) -> None:
     folder = save_policy(tmp_path / "good", new_policy(0, tied=True))
     with pytest.raises(EngineStartError, match=r"max seq len"):

@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 import pytest
 
-from rose.pipeline.config.load import load
+from rose.pipeline.config.load import load, resolved_toml
 from rose.pipeline.config.options import Common
 from rose.pipeline.config.settings import SHARED, section_types
 from rose.schemas.errors import UsageError
@@ -198,3 +198,22 @@ def test_address_with_blanks_is_refused(url: str) -> None:
 )
 def test_list_or_table_given_as_text_is_refused_with_the_syntax(value_text: str, words: str) -> None:
     assert words in refusal(Common(settings=[value_text]))
+
+
+def test_arguments_of_vllm_keep_their_types_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {"enforce_eager": False, "block_size": 64, "kv_cache_dtype": "fp8", "compilation_config": {"mode": 3}}
+    text = "[executor.vllm]\nenforce_eager = false\nblock_size = 64\nkv_cache_dtype = 'fp8'\n"
+    assert load(in_file(tmp_path, text + "compilation_config = {mode = 3}\n")).settings.executor.vllm == expected
+    flags = ["enforce_eager=false", "block_size=64", "kv_cache_dtype=fp8", 'compilation_config={"mode": 3}']
+    config = load(Common(settings=[f"executor.vllm.{each}" for each in flags]))
+    assert config.settings.executor.vllm == expected
+    assert load(in_file(tmp_path, resolved_toml(config, explained=True))).settings.executor.vllm == expected
+    for each in flags:
+        name, _, value = each.partition("=")
+        monkeypatch.setenv(f"ROSE_EXECUTOR__VLLM__{name.upper()}", value)
+    assert load(Common()).settings.executor.vllm == expected
+
+
+def test_argument_of_vllm_that_changes_what_is_sampled_is_refused() -> None:
+    refused = refusal(Common(settings=["executor.vllm.hf_overrides={}"]))
+    assert "executor: vllm cannot set hf_overrides: it may set attention_backend, " in refused

@@ -2,8 +2,9 @@
 
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import MAX_HELD_TURNS
@@ -11,6 +12,37 @@ from rose.schemas.turns import FENCING_KEY
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """The pattern of `rose.schemas.limits.Id`."""
+
+VLLM_ARGUMENTS = frozenset(
+    {
+        "attention_backend",
+        "attention_config",
+        "block_size",
+        "compilation_config",
+        "cudagraph_capture_sizes",
+        "disable_cascade_attn",
+        "enable_flashinfer_autotune",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "kernel_config",
+        "kv_cache_dtype",
+        "kv_cache_dtype_skip_layers",
+        "linear_backend",
+        "long_prefill_token_threshold",
+        "mamba_backend",
+        "mamba_block_size",
+        "mamba_cache_dtype",
+        "mamba_ssm_cache_dtype",
+        "max_cudagraph_capture_size",
+        "moe_backend",
+        "optimization_level",
+        "performance_mode",
+        "safetensors_load_strategy",
+        "use_fp64_gumbel",
+    }
+)
+"""Arguments of `vllm.EngineArgs` that `executor.vllm` may set. They change how fast an engine computes, in how much
+memory and in which precision. Other arguments change which tokens are sampled, or follow from other settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +70,10 @@ class ExecutorConfig:
     """Most tokens of one engine step, at least `max_turns`; longer prefills are split into chunks."""
     dtype: str = "float32"
     """Element type in which the engine computes: `float32`, `bfloat16` or `float16`."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the engine by vLLM's names, as `enforce_eager`, `compilation_config`, `attention_backend`,
+    `kv_cache_dtype` or `gpu_memory_utilization`. Without `enforce_eager` the engine is eager on a CPU only. With
+    `gpu_memory_utilization` vLLM chooses the size of the KV cache. Lenders do not use this table."""
     drain_before_swap: bool = False
     """Whether running turns end under the version under which they began; new turns then wait until the engine is
     empty. Otherwise running turns continue under the new version, and their spans say from which token on."""
@@ -56,6 +92,8 @@ class ExecutorConfig:
         for sentence, holds in in_range.items():
             if not holds:
                 raise ValueError(sentence)
+        if unknown := sorted(self.vllm.keys() - VLLM_ARGUMENTS):
+            raise ValueError(f"vllm cannot set {unknown[0]}: it may set {', '.join(sorted(VLLM_ARGUMENTS))}")
 
     @property
     def worker(self) -> str:

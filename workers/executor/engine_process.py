@@ -76,7 +76,9 @@ def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
 
 def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
     """Build the engine and tick it forever. Raises EngineStartError or EngineBroken."""
-    import rose.workers.executor.vllm.process_env  # noqa: F401
+    from vllm.platforms import current_platform
+
+    import rose.workers.executor.vllm.process_env  # noqa: F401  before vLLM
     from rose.workers.executor.engine_loop import EngineLoop
     from rose.workers.executor.step_cost import INITIAL_COST, StepCost
     from rose.workers.executor.vllm.engine import Engine
@@ -88,8 +90,9 @@ def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
             dtype=config.dtype,
             max_model_len=config.max_model_len,
             max_running=config.max_turns,
-            kv_cache_bytes=config.kv_cache_bytes,
+            kv_cache_bytes=None if "gpu_memory_utilization" in config.vllm else config.kv_cache_bytes,
             step_tokens=config.step_tokens,
+            vllm_arguments={"enforce_eager": current_platform.is_cpu(), **config.vllm},
         )
     )
     engine.allocate_spare()

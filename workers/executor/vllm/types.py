@@ -55,10 +55,9 @@ class EngineConfig:
     """Most tokens that one step computes: longer prefills are chunked. Larger steps exceed the caches of a CPU."""
     seed: int | None = None
     """Seed of the process's random generators; None takes a random seed."""
-    enforce_eager: bool = True
-    """False lets vLLM compile the model and record CUDA graphs: a slow start that pays off on GPUs."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.EngineArgs`, such as `gpu_memory_utilization` or `quantization`."""
+    """Further arguments of `vllm.EngineArgs`. Unless `enforce_eager` is False, vLLM does not compile the model and
+    records no CUDA graphs."""
 
 
 class FinishedTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,39 @@
+"""The engine process of a dedicated executor gets the settings of the configuration."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.policy_folders import new_policy, save_policy
+
+pytestmark = pytest.mark.slow
+
+START = """
+import sys
+from pathlib import Path
+from threading import Event
+
+from rose.schemas.errors import RoseError
+from rose.workers.executor.config import ExecutorConfig
+from rose.workers.executor.engine_process import EngineProcess
+
+with EngineProcess(ExecutorConfig(model_folder=Path(sys.argv[1]), vllm=eval(sys.argv[2]))) as engine:
+    try:
+        print(engine.client.wait_until_ready(Event()).kv_bytes_per_token)
+    except RoseError as error:
+        print(error)
+"""
+
+
+def started(folder: Path, arguments: dict[str, object]) -> str:
+    """Start an engine process in a fresh process, which has no client of a broker. Return the output."""
+    command = [sys.executable, "-c", START, str(folder), repr(arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+
+
+def test_arguments_of_the_configuration_reach_vllm(tmp_path: Path) -> None:
+    folder = save_policy(tmp_path, new_policy(0, tied=True))
+    assert int(started(folder, {})) == 4 * int(started(folder, {"kv_cache_dtype": "fp8"}))
+    assert "Unknown attention backend: 'NONE'" in started(folder, {"attention_backend": "NONE"})
