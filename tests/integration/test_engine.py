@@ -410,6 +410,19 @@ def test_too_small_cache_changes_no_logprob(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_cache_of_several_groups_is_counted_once(tmp_path: Path) -> None:
+    """Each group of layers has blocks of its own for a token, and all groups share one allocation."""
+    layers = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 64}
+    tiny_policy("gemma3_text", tmp_path, num_hidden_layers=3, **layers)
+    with closing(Engine(folder_config(tmp_path))) as engine:
+        load, rng = engine.load(), random.Random(1)
+        assert load.kv_bytes_total + engine.cache.block_bytes == 64 << 20
+        engine.add("a", contexts_of(rng, 2 * BLOCK - 2), Sampling(max_tokens=4), policy_version=-1)
+        engine.step()
+        assert load.kv_bytes_free - engine.load().kv_bytes_free == 2 * BLOCK * load.kv_bytes_per_token
+        engine.abort("a")
+
+
 @pytest.mark.long
 def test_compiled_engine_computes_as_transformers_across_swaps(tmp_path: Path) -> None:
     model = new_policy(0, tied=True)

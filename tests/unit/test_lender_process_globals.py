@@ -1,10 +1,12 @@
 """Process globals during and after a guest step."""
 
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.distributed import parallel_state
@@ -87,6 +89,37 @@ def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(global
         assert torch.initial_seed() == 7
     made.fill_(1.0)
     assert torch.equal(torch.get_rng_state(), outside)
+
+
+@pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
+def test_guest_takes_no_number_of_the_generators_of_its_host(globals_swap: GlobalsSwap, phase: str) -> None:
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    expected = [draw() for _ in range(4)]
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    found = [draw()]
+    with getattr(globals_swap, phase)():
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)
+        first = draw()
+        with globals_swap.as_host():
+            found.append(draw())
+        second = draw()
+    found.append(draw())
+    assert found == expected[:3]
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    assert [first, second] == [draw(), draw()]
+
+
+def test_guests_of_two_servers_with_equal_seeds_draw_different_numbers_of_numpy(globals_swap: GlobalsSwap) -> None:
+    """On a GPU vLLM draws from them the seed of a request without a seed."""
+    np.random.seed(3)
+    expected, drawn = np.random.random(), set[float]()
+    for each in (globals_swap, globals_for_build()):
+        with each.as_guest():
+            drawn.add(float(np.random.random()))
+    assert len(drawn - {expected}) == 2
 
 
 def test_guest_does_not_rebind_the_memory_of_its_host_process(

@@ -76,8 +76,6 @@ def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
 
 def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
     """Build the engine and tick it forever. Raises EngineStartError or EngineBroken."""
-    from vllm.platforms import current_platform
-
     import rose.workers.executor.vllm.process_env  # noqa: F401  before vLLM
     from rose.workers.executor.engine_loop import EngineLoop
     from rose.workers.executor.step_cost import INITIAL_COST, StepCost
@@ -92,7 +90,7 @@ def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
             max_running=config.max_turns,
             kv_cache_bytes=None if "gpu_memory_utilization" in config.vllm else config.kv_cache_bytes,
             step_tokens=config.step_tokens,
-            vllm_arguments={"enforce_eager": current_platform.is_cpu(), **config.vllm},
+            vllm_arguments=config.vllm,
         )
     )
     engine.allocate_spare()

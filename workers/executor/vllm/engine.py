@@ -43,6 +43,7 @@ from rose.workers.executor.vllm.types import (
     HeldTurn,
     StepResult,
     SwapRefused,
+    block_bytes,
     first_line,
     turn_error,
 )
@@ -115,9 +116,8 @@ class Engine:
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
-        block_bytes = self._backend.ranks * sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
         begins = self._backend.cache_address(self._core)
-        self.cache = KvCache(kv, pool, block_bytes, self._scheduler.block_size, begins)
+        self.cache = KvCache(kv, pool, self._backend.ranks * block_bytes(kv), self._scheduler.block_size, begins)
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
@@ -298,7 +298,7 @@ class Engine:
             tokens=sum(turn.request.num_tokens for turn in self._turns.values()),
             kv_bytes_total=(cache.config.num_blocks - 1) * cache.block_bytes,  # vLLM reserves one block
             kv_bytes_free=cache.pool.get_num_free_blocks() * cache.block_bytes,
-            kv_bytes_per_token=cache.block_bytes // cache.block_tokens,
+            kv_bytes_per_token=len(cache.config.kv_cache_groups) * cache.block_bytes // cache.block_tokens,
         )
 
     def held_turns(self) -> list[HeldTurn]:

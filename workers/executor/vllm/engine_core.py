@@ -280,7 +280,7 @@ def _arguments(config: EngineConfig, backend: ModelBackend) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if config.kv_cache_bytes is None else config.kv_cache_bytes // backend.ranks,
         "block_size": config.block_tokens,
         "seed": secrets.randbits(31) if config.seed is None else config.seed,
-        "enforce_eager": True,
+        "enforce_eager": current_platform.is_cpu(),
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "scheduler_cls": StepScheduler,

@@ -56,8 +56,8 @@ class EngineConfig:
     seed: int | None = None
     """Seed of the process's random generators; None takes a random seed."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.EngineArgs`. Unless `enforce_eager` is False, vLLM does not compile the model and
-    records no CUDA graphs."""
+    """Further arguments of `vllm.EngineArgs`. Without `enforce_eager`, vLLM compiles the model and records CUDA graphs
+    on a GPU, and does neither on a CPU."""
 
 
 class FinishedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +109,14 @@ class EngineLoad:
     kv_bytes_free: int
     """Bytes of blocks that no running turn holds; prefixes cached in them are evicted when the space is needed."""
     kv_bytes_per_token: int
+
+
+def block_bytes(kv_cache: Any) -> int:
+    """Return the bytes of one block of a cache in one process. `kv_cache`: vLLM's KVCacheConfig.
+
+    Each of its tensors is a part of one allocation, and has the size of the whole allocation.
+    """
+    return int(max((tensor.size for tensor in kv_cache.kv_cache_tensors), default=0) // kv_cache.num_blocks)
 
 
 def turn_error(context: Sequence[int], sampling: Sampling, *, longest_tokens: int, vocabulary: int) -> str | None:

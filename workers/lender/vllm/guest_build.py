@@ -189,6 +189,7 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Eng
             max_running=config.max_turns,
             kv_cache_bytes=config.kv_cache_bytes,
             step_tokens=config.step_tokens,
+            vllm_arguments={"enforce_eager": True},  # compilation and capture would hold up serving for seconds
         ),
         backend,
     )

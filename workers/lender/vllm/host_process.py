@@ -12,8 +12,10 @@ Keeps true
 - The function is never halted while the standard library holds a lock and calls other code (an import, a log call): the
   caller would wait for the lock forever.
 
-While a guest is built, vLLM seeds the process's generators, sets its default dtype and current configuration, writes
-environment variables and swaps names in modules. A step draws from torch's generator and sets nothing else.
+While a guest is built, vLLM seeds the process's random generators, sets its default dtype and current configuration,
+writes environment variables and swaps names in modules. A step draws from the generators and sets nothing else: on a
+GPU vLLM draws the seeds of requests from numpy's. The guest has generators of its own, so that it draws other numbers
+than the guests of other servers, and takes no number of serving.
 """
 
 import concurrent.futures.thread
@@ -26,6 +28,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -76,7 +79,7 @@ class GlobalsSwap:
     def __init__(self) -> None:
         self._exchanged = [name for name in SWAPPED_NAMES if name != TP_GROUP or parallel_state._TP is not None]
         self._names = self._current_values()
-        self._generators = _generators()
+        self._generators = replace(_current_generators(), numpy=np.random.MT19937())
         self._build = _build_state()
         self._gradients = False, True
         """The host's inference mode and gradient mode."""
@@ -140,15 +143,13 @@ class GlobalsSwap:
 
     def _exchange_build(self) -> None:
         now = _build_state()
-        environment, dtype, python, numpy = self._build
+        environment, dtype = self._build
         for name in now[0].keys() - environment.keys():
             del os.environ[name]
         for name, value in environment.items():
             if now[0].get(name) != value:
                 os.environ[name] = value
         torch.set_default_dtype(dtype)
-        random.setstate(python)
-        np.random.set_state(numpy)
         self._build = now
 
 
@@ -174,22 +175,37 @@ def _no_op(*_: object) -> None:
     """Do nothing, in place of a function that a guest may not call."""
 
 
-def _build_state() -> tuple[dict[str, str], torch.dtype, Any, Any]:
-    return dict(os.environ), torch.get_default_dtype(), random.getstate(), np.random.get_state()
+def _build_state() -> tuple[dict[str, str], torch.dtype]:
+    return dict(os.environ), torch.get_default_dtype()
 
 
-def _generators() -> list[torch.Tensor]:
-    """Return the states of torch's generators: the CPU's, then those of the devices in use."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return [torch.get_rng_state(), *devices]
+@dataclass(frozen=True, slots=True)
+class _Generators:
+    """The random generators of the process."""
+
+    cpu: torch.Tensor
+    """State of torch's generator for the CPU."""
+    device: torch.Tensor | None
+    """State of torch's generator for the current GPU, the only one that serving and guest use."""
+    python: tuple[Any, ...]
+    """State of the module `random`."""
+    numpy: np.random.BitGenerator
+    """Generator behind the functions of `numpy.random`. Its state would take 40 us to read."""
 
 
-def _set_generators(states: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Set the states of torch's generators. Return their states before."""
-    before = _generators()
-    torch.set_rng_state(states[0])
-    for device, state in enumerate(states[1:]):
-        torch.cuda.set_rng_state(state, device)
+def _current_generators() -> _Generators:
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return _Generators(torch.get_rng_state(), device, random.getstate(), np.random.get_bit_generator())  # type: ignore[attr-defined]
+
+
+def _set_generators(generators: _Generators) -> _Generators:
+    """Set the random generators. Return those before."""
+    before = _current_generators()
+    torch.set_rng_state(generators.cpu)
+    if generators.device is not None:
+        torch.cuda.set_rng_state(generators.device)
+    random.setstate(generators.python)
+    np.random.set_bit_generator(generators.numpy)  # type: ignore[attr-defined]
     return before
 
 

@@ -35,6 +35,7 @@ from vllm.v1.request import Request
 from rose.workers.executor.ipc.messages import NO_LIMIT, LendingStats
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.engine_core import kv_cache_address
+from rose.workers.executor.vllm.types import block_bytes
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
 
@@ -220,11 +221,10 @@ class ServingMemory:
         config = core.scheduler.kv_cache_config
         within = isinstance(core.model_executor, UniProcExecutor) and blocks_are_contiguous(config)
         ranks = core.vllm_config.parallel_config.world_size
-        block_bytes = ranks * sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
         self.transferable = within
         """Whether the cache is in this process, so that its bytes can be lent."""
         pages = CachePages(kv_cache_address(core), config) if within else None
-        self.pool = KvPool(self._manager.block_pool, block_bytes, pages)
+        self.pool = KvPool(self._manager.block_pool, ranks * block_bytes(config), pages)
         self._hit_tokens = 0
         self._wrap()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.workers.executor.ipc.messages import ObservationReport
+from rose.workers.executor.vllm.types import block_bytes
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.sidecar_link import CurrentSidecar, SidecarListener
 
@@ -101,7 +102,7 @@ class Observer:
         self._scheduler = scheduler
         kv = scheduler.kv_cache_config
         self._blocks = kv.num_blocks - 1  # vLLM reserves one block
-        self._block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
+        self._block_bytes = block_bytes(kv)
         self._most_blocks = 0
         """Most blocks that were held since the last report."""
         self._report_at = 0.0
