@@ -188,7 +188,6 @@ def serve(launch: Launch, model: Path, log: Path, lending: LendConfig | None = N
     flags = [part for pair in FLAGS.items() for part in pair]
     environment = os.environ | ENVIRONMENT
     if lending is not None:
-        flags.append("--no-async-scheduling")
         environment[SETTING] = str(log.with_suffix(".json"))
         log.with_suffix(".json").write_bytes(msgspec.json.encode(lending))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]

@@ -1,7 +1,7 @@
 """A guest in a real vLLM server: its results, and no visible effect on serving.
 
-All tests share one server, in which the model computes in the engine-core process, as on a GPU. The tests run in file
-order.
+All tests share one server of each kind of scheduling. Its model computes in the engine-core process, as on a GPU. The
+tests run in file order.
 """
 
 import sys
@@ -34,8 +34,18 @@ from rose.workers.executor.ipc.messages import (
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
 from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, ScriptedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import (
+    MODEL,
+    VOCABULARY,
+    Answer,
+    ScriptedSidecar,
+    Server,
+    lending_server,
+)
 from tests.support.waiting import WAIT_SECONDS, until
+
+PROBES = {"sync": "LendingProbe", "async": "AsyncLendingProbe"}
+"""Scheduler of the server by its scheduling."""
 
 MEASURED_SECONDS = 3.0
 """Time for which an idle guest is measured."""
@@ -43,10 +53,10 @@ MEASURED_SECONDS = 3.0
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    witness = ("--scheduler-cls", "tests.support.lending_probe.LendingProbe")
-    with lending_server(tmp_path_factory.mktemp("lend"), *witness) as running:
+@pytest.fixture(scope="module", params=PROBES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    witness = ("--scheduler-cls", f"tests.support.lending_probe.{PROBES[request.param]}")
+    with lending_server(tmp_path_factory.mktemp("lend"), *witness, scheduling=request.param) as running:
         yield running
 
 
@@ -89,6 +99,11 @@ def test_serving_output_is_unchanged_while_a_guest_is_built_and_runs(
 
 def replace_tokens(sampling: Sampling, tokens: int) -> Sampling:
     return Sampling(max_tokens=tokens, temperature=sampling.temperature, seed=sampling.seed)
+
+
+def test_batches_of_serving_overlap_only_with_async_scheduling(server: Server, request: pytest.FixtureRequest) -> None:
+    overlap = any(note["in flight"] for note in server.step_notes())
+    assert overlap is (request.node.callspec.params["server"] == "async")
 
 
 def test_process_globals_are_unchanged_in_every_serving_step(server: Server, alone: list[Answer]) -> None:

@@ -1,6 +1,6 @@
 """KV memory of a server under a guest: it is lent, taken back in the pass in which serving needs it, and really moves.
 
-All tests share one server and run in file order.
+All tests share one server of each kind of scheduling and run in file order.
 """
 
 import sys
@@ -27,7 +27,15 @@ from rose.workers.executor.ipc.messages import (
 )
 from rose.workers.lender.admission import Promise
 from rose.workers.lender.config import MemoryConfig
-from tests.support.lender_server_fixtures import MODEL, VOCABULARY, Answer, ScriptedSidecar, Server, lending_server
+from tests.support.lender_server_fixtures import (
+    MODEL,
+    SERVERS,
+    VOCABULARY,
+    Answer,
+    ScriptedSidecar,
+    Server,
+    lending_server,
+)
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,8 +58,8 @@ NEVER = MemoryConfig(quiet_seconds=3600.0)
 """A freeze lasts until the next version."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--kv-cache-memory-bytes", str(SERVING_BYTES), "--max-num-seqs", "64")
     sizes: dict[str, Any] = {
         "max_turns": TURNS,
@@ -59,9 +67,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "kv_cache_bytes": GUEST_BYTES,
         "step_tokens": 256,
     }
-    with lending_server(
-        tmp_path_factory.mktemp("memory"), *flags, promise=ALL_AT_ONCE, memory=NEVER, **sizes
-    ) as running:
+    sizes |= {"promise": ALL_AT_ONCE, "memory": NEVER, "scheduling": request.param}
+    with lending_server(tmp_path_factory.mktemp("memory"), *flags, **sizes) as running:
         yield running
         print(running.log.read_text()[-4000:])
 

@@ -188,17 +188,26 @@ class ScriptedSidecar:
         self.received += [REPORT_DECODER.decode(message) for message in self.reports.read()]
 
 
+SERVERS = {"sync": "vllm.entrypoints.openai.api_server", "async": "tests.support.async_server"}
+"""Module of the server by its scheduling."""
+
+
 def server_flags(port: int) -> list[str]:
     """Return the vLLM flags of a small server on a CPU."""
     where = ["--served-model-name", "serving", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     memory = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(32 << 20), "--seed", "0"]
     sizes = ["--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
-    return [*where, *memory, *sizes, "--distributed-executor-backend", "uni", "--no-async-scheduling"]
+    return [*where, *memory, *sizes, "--distributed-executor-backend", "uni"]
 
 
 @contextmanager
 def lending_server(
-    folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY, **sizes: Any
+    folder: Path,
+    *flags: str,
+    lends: bool = True,
+    promise: Promise = STRICTLY,
+    scheduling: str = "sync",
+    **sizes: Any,
 ) -> Iterator[Server]:
     """Start a server with the shipped policy as the model of serving and guest. `sizes` are fields of its
     LendConfig."""
@@ -221,7 +230,7 @@ def lending_server(
     environment.pop("ROSE_LEND", None)
     if lends:
         environment["ROSE_LEND"] = str(folder / "lend.json")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    command = [sys.executable, "-m", SERVERS[scheduling], "--model", str(MODEL)]
     command += [*server_flags(port), *flags]
     log = folder / "server.log"
     with log.open("wb") as output:

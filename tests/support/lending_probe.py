@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -27,8 +28,8 @@ from tests.support.lender_server_fixtures import NOTES
 
 
 class LendingProbe(Scheduler):  # type: ignore[misc]
-    """The scheduler. A server selects it by `--scheduler-cls`. A note has the time, whether a guest is being built,
-    whether a guest step is paused, and a digest of the process state.
+    """The scheduler. A server selects it by `--scheduler-cls`. A note says whether a guest is being built, whether a
+    guest step is paused and whether a batch with running requests is in flight, and has a digest of the process state.
 
     A state that is seen for the first time is part of the note.
     """
@@ -49,11 +50,17 @@ class LendingProbe(Scheduler):  # type: ignore[misc]
         digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
         building = any(thread.name == "rose-guest-build" for thread in threading.enumerate())
         within = any(frame.name == StepInterleaver._yield_to_serving.__name__ for frame in traceback.extract_stack())
+        in_flight = any(request.num_output_placeholders for request in self.running)
         note: dict[str, Any] = {"when": when, "building": building, "within": within, "seen": digest}
+        note["in flight"] = in_flight
         if digest not in self._known:
             self._known.add(digest)
             note["state"] = state
         self._notes.write(json.dumps(note) + "\n")
+
+
+class AsyncLendingProbe(LendingProbe, AsyncScheduler):  # type: ignore[misc]
+    """The same scheduler for a server with async scheduling."""
 
 
 def process_state(log_levels: Mapping[str, int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ spin."""
 import logging
 import math
 import queue
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from rose.workers.lender.admission import Admission, AdmissionDecision, HoldReas
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm.interleaving import StepInterleaver
+from rose.workers.lender.vllm.kv_sharing import ServingMemory
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,7 @@ def serving() -> Any:
     scheduler.paused = False
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     core = SimpleNamespace(scheduler=scheduler, vllm_config=config, model_executor=None, input_queue=queue.Queue())
+    core.batch_queue = None
     core.is_running, core.has_work = lambda: True, scheduler.has_requests
 
     def take_input() -> None:
@@ -147,6 +150,29 @@ def test_loop_of_a_paused_server_sleeps_despite_guest_work(core: Any, turns: Ste
     assert turns.guest_ready and guest.pieces == 1
 
 
+def test_guest_waits_for_running_requests_and_batches_of_async_scheduling(core: Any) -> None:
+    core.batch_queue = deque(maxlen=2)
+    feeder: Any = SimpleNamespace(connection=None, closed=[])
+    config, log = LendConfig(model_folder="", socket=""), logging.getLogger("turns")
+    interleaver = StepInterleaver(core, config, feeder, StatusPage(None), log)
+    guest: Any = BusyGuest()
+    interleaver._guest = guest
+    core.has_work = lambda: bool(core.scheduler.running or core.batch_queue)
+    core.scheduler.running.append(request("a"))
+    interleaver.step(lambda: True)
+    assert (guest.pieces, guest.held) == (0, 1) and interleaver.guest_ready
+    core.scheduler.running.clear()
+    core.batch_queue.append("the batch that was started before the last token of the request was known")
+    interleaver.step(lambda: True)
+    assert (guest.pieces, guest.held) == (0, 2) and interleaver.guest_ready
+    stats = interleaver._serving_stats()
+    assert stats.held_back == {"occupancy": 2}
+    assert stats.prefill_headroom is stats.decode_headroom is None
+    core.batch_queue.clear()
+    interleaver.step(lambda: True)
+    assert guest.pieces == 1
+
+
 def test_unexpected_serving_state_ends_lending_and_not_serving(core: Any, turns: StepInterleaver) -> None:
     guest: Any = turns._guest
     new = SimpleNamespace(prompt_token_ids=None, num_computed_tokens=0)
@@ -210,7 +236,8 @@ def test_broken_promise_is_reported_until_read_and_idle_reports_hide_no_long_pie
 
 
 def request(name: str) -> Any:
-    return SimpleNamespace(request_id=name, arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
+    sizes = {"num_tokens": 4, "num_computed_tokens": 0, "num_output_placeholders": 0}
+    return SimpleNamespace(request_id=name, arrival_time=0.0, **sizes)
 
 
 def layered(
@@ -302,6 +329,14 @@ def test_serving_error_within_a_guest_step_is_raised_to_serving(core: Any, turns
     with pytest.raises(RuntimeError, match="its own"):
         turns.step(fails)
     assert guest.failed is None and not guest.dropped
+
+
+def test_tokens_of_batches_in_flight_have_room_in_the_next_step(core: Any) -> None:
+    """A step of one decoding request starts while its last token is not known."""
+    decoding = request("a")
+    decoding.num_computed_tokens, decoding.num_output_placeholders = 4, 1
+    core.scheduler.running.append(decoding)
+    assert ServingMemory(core).wanted_blocks == 1
 
 
 def test_unexpected_serving_state_within_a_step_ends_only_lending(core: Any, turns: StepInterleaver) -> None:

@@ -19,6 +19,7 @@ class Server:
         self.waiting: deque[Any] = deque()
         self.requests: dict[str, Any] = {}
         self.input_queue = SimpleNamespace(queue=deque())
+        self.batch_queue = None
         self.scheduler = self
         self.next: dict[str, int] = {}
         self.step_arguments: list[dict[str, Any]] = []

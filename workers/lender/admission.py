@@ -4,7 +4,8 @@ Keeps true
 - While serving holds no request, the guest may always compute: one step of at most `yield_seconds` as predicted, or of
   one token if not even one token fits (so that a cost learned from a stall is unlearned). A request that arrives waits
   at most for this step: `yield_seconds` is the yield bound.
-- While serving has a waiting request, or an unread message in its input queue, the guest does not compute.
+- While serving has a waiting request, or an unread message in its input queue, the guest does not compute. Beside a
+  server with async scheduling it does not compute either while a request runs or a batch is in flight.
 - While serving computes, the guest may compute as long as all of these limits allow, and never longer than the yield
   bound:
   prefill    `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, where T_prf includes all
@@ -222,6 +223,9 @@ class ServingState:
     """Requests that hold no slot: new requests, and requests that serving has preempted."""
     queued: bool = False
     """Whether serving's input queue holds an unread message."""
+    overlaps: bool = False
+    """Whether serving with async scheduling holds a running request or a batch in flight. Steps of such a server
+    overlap, so their times are not known, and `prefills` and `last_tokens` are empty."""
 
     @property
     def held(self) -> int:
@@ -300,6 +304,8 @@ class Admission:
         hold: HoldReason | None = None
         if serving.queued or serving.waiting:
             seconds, hold = 0.0, HoldReason.WAITING
+        elif serving.overlaps:
+            seconds, hold = 0.0, HoldReason.OCCUPANCY
         elif not held:
             seconds = bound
         else:

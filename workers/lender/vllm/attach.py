@@ -88,7 +88,7 @@ def _check(core: Any, config: LendConfig) -> None:
         version_error,
     )
 
-    if reason := version_error() or (not config.observe and guest_error(core)):
+    if reason := version_error() or (not config.observe and guest_error(core, strict=not config.promise.dial)):
         raise UsageError(reason)
     if is_one_of_several(core):
         raise UsageError("no server was observed that has several engine cores (data parallelism)")

@@ -34,8 +34,8 @@ def is_one_of_several(core: EngineCoreProc) -> bool:
     return type(core) is not EngineCoreProc or current_process().name != LONE_CORE_NAME
 
 
-def guest_error(core: Any) -> str | None:
-    """Return why the server of this engine core cannot have a guest; None if it can."""
+def guest_error(core: Any, *, strict: bool) -> str | None:
+    """Return why the server of this engine core cannot have a guest; None if it can. `strict`: the policy."""
     config = core.vllm_config
     parallel, model = config.parallel_config, config.model_config
     untried = {
@@ -49,7 +49,8 @@ def guest_error(core: Any) -> str | None:
         f"the executor {parallel.distributed_executor_backend}": (
             parallel.distributed_executor_backend not in ("uni", "mp")
         ),
-        "async scheduling (--no-async-scheduling turns it off)": config.scheduler_config.async_scheduling,
+        "async scheduling with a dial above 0, because the times of overlapping steps are not known "
+        "(--no-async-scheduling turns it off)": config.scheduler_config.async_scheduling and not strict,
         "speculative decoding": config.speculative_config is not None,
         "a KV connector (prefill and decode apart)": config.kv_transfer_config is not None,
         "an encoder connector": config.ec_transfer_config is not None,
@@ -122,6 +123,8 @@ vllm.v1.core.kv_cache_manager
 vllm.v1.core.kv_cache_utils
     5113ef26e70d956b guest   init_none_hash: the root of serving's block hashes is not replaced
     6a4bcea343d1e34f guest   FreeKVCacheBlockQueue.get_all_free_blocks: has the order in which vLLM evicts blocks
+vllm.v1.core.sched.async_scheduler
+    138d47daea23cdfd guest   AsyncScheduler._update_after_schedule: counts the tokens of batches in flight
 vllm.v1.core.sched.scheduler
     6529a9d59f78d9c0 observe Scheduler.has_requests: tells whether serving has work
     da4f2cf2fc39c39e guest   Scheduler.schedule: wrapped, to read what it returns
@@ -131,6 +134,7 @@ vllm.v1.engine
 vllm.v1.engine.core
     a828c07af25a054a guest   EngineCore.__init__: loads the plugin; what it sets in the process is exchanged
     a02d17986fb72adb guest   EngineCore.step: each step of serving is measured, with what was scheduled
+    a905a2e1c4452aff guest   EngineCore.step_with_batch_queue: the queue holds every batch in flight
     c1f483fe17861424 observe EngineCoreProc.run_busy_loop: wrapped: the lender attaches when the loop starts
     215a7d373e636f98 observe EngineCoreProc._process_input_queue: wrapped: does not block while a guest has work
     b894c3b32cc020f7 observe EngineCoreProc._process_engine_step: wrapped: a guest piece follows each step

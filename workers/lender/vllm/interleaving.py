@@ -75,10 +75,15 @@ class ServingView:
     Times are seconds of time.monotonic(). vLLM gives a request's arrival by the wall clock of the same host; an arrival
     is never later than now, even if the wall clock was set. A request that serving has preempted computes its tokens
     again, and its steps cost as much as those of a prompt.
+
+    With async scheduling a step starts one batch and ends with the result of an earlier batch. The time of a step then
+    says nothing about its batch, and nothing is reported.
     """
 
     def __init__(self, core: Any, admission: Admission) -> None:
-        """`core`: an EngineCoreProc whose steps are synchronous."""
+        """`core`: an EngineCoreProc."""
+        self._in_flight = core.batch_queue
+        """Batches in flight; None without async scheduling."""
         self._scheduler = core.scheduler
         self._unread = core.input_queue.queue
         """The queue's own deque, which can be read without a lock."""
@@ -93,7 +98,8 @@ class ServingView:
             self._scheduled = schedule(*arguments)
             return self._scheduled
 
-        core.scheduler.schedule = noted
+        if self._in_flight is None:
+            core.scheduler.schedule = noted
 
     def on_step(self, began: float, ended: float) -> None:
         """Report a serving step to admission. Does nothing if the step computed no tokens. Times are monotonic."""
@@ -111,6 +117,9 @@ class ServingView:
     def state(self) -> ServingState:
         """Return the requests that serving holds now."""
         running, waiting = self._scheduler.running, self._scheduler.get_request_counts()[1]
+        if self._in_flight is not None:
+            overlaps = bool(running or self._in_flight)
+            return ServingState(waiting=waiting, queued=self.has_unread, overlaps=overlaps)
         first = [request for request in running if request.request_id not in self._last]
         if waiting:
             first += self._scheduler.waiting

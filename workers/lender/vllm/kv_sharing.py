@@ -250,7 +250,8 @@ class ServingMemory:
         size, running = self._scheduler.block_size, self._scheduler.running
         blocks: int = self._manager.watermark_blocks if self._scheduler.waiting else 0
         for request in running:
-            blocks += -(-request.num_tokens // size) - -(-request.num_computed_tokens // size)
+            tokens = request.num_tokens + request.num_output_placeholders  # of batches in flight
+            blocks += -(-tokens // size) - -(-request.num_computed_tokens // size)
         for request in islice(self._scheduler.waiting, self._scheduler.max_num_running_reqs - len(running)):
             blocks += -(-request.num_tokens // size)
         return blocks
