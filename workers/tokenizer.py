@@ -154,6 +154,7 @@ OLDER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 
 PROBES = (
     *("word", " word  two ", "Word's HTTPServer camelCase", "1234567 3.14 x1", "a\n\nb \n c\t\td\r\n", "f(x)=[y];//"),
+    *("a   12\n    0.5", "It is.\n\nSo {\n}\n"),
     *("caf\u00e9 cafe\u0301 \ufb01n", "\u65e5\u672c\u8a9e\u3068 \u0441\u043b\u043e\u0432\u043e", "\U0001f600!?..."),
 )
 """Texts whose tokens depend on flags and pre-tokenizers: spaces, case, digits, lines, accents and scripts."""
@@ -266,8 +267,8 @@ def _mark(tokenizer: Any, special: Collection[str]) -> None:
 def check_reading(folder: Path) -> None:
     """Check that transformers makes the same tokens of PROBES and added tokens as the folder's `tokenizer.json`.
 
-    A folder without the file, or whose tokenizer transformers cannot load, passes. Imports transformers and torch.
-    Raises TokenizerError.
+    A folder without the file, or whose tokenizer transformers cannot load or use, passes. Imports transformers and
+    torch. Raises TokenizerError.
     """
     if not (folder / TOKENIZER_FILE).is_file():
         return
@@ -277,6 +278,7 @@ def check_reading(folder: Path) -> None:
         theirs: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, mistral_format=False
         )
+        theirs(PROBES[0])
     except Exception:  # noqa: BLE001 - transformers raises any type, for example if it lacks another library
         return
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)

@@ -35,7 +35,10 @@ LONG = (
     *("olmo3", "opt", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
 )
 
-SERVED = (*QUICK, *LONG)
+ON_TRANSFORMERS = ("biogpt", "ctrl", "gemma4_unified_text", "helium", "ministral", "nanochat", "persimmon")
+"""Types without a class in vLLM."""
+
+SERVED = (*QUICK, *LONG, *ON_TRANSFORMERS)
 
 EXPERTS = "on a CPU a new policy version cannot be written into .*experts and latent attention"
 LOADING = "vLLM does not start with"
@@ -61,6 +64,8 @@ REFUSED = {
     "qwen4_exp_text": f"{LOADING} .*failed to be inspected",
     **dict.fromkeys(("falcon_h1", "mamba2", "zamba2"), WRITING),
     **dict.fromkeys(("falcon_mamba", "gpt_bigcode", "mamba"), STEPPING),
+    "doge": "vLLM has no class for doge",
+    "bitnet": "whose layers quantize their weights as they compute",
     "gpt_neo": rf"{LOADING} .*GPTNeoForCausalLM.* not supported",
     "afmoe": f"{LOADING} .*score_func",
     "axk1": f"{LOADING} .*not initialized from checkpoint",
@@ -129,7 +134,7 @@ def test_files_of_another_configuration_format_are_not_read_by_the_engine(tmp_pa
     assert off(load_policy(tmp_path), turn) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", of_long(REFUSED, ("gpt_neo",)))
+@pytest.mark.parametrize("kind", of_long(REFUSED, ("bitnet", "doge", "gpt_neo")))
 def test_unservable_family_is_refused_in_one_sentence_at_the_start(kind: str, tmp_path: Path) -> None:
     tiny_policy(kind, tmp_path)
     with pytest.raises(UsageError, match=REFUSED[kind]) as caught:

@@ -23,6 +23,14 @@ REASONING = """
 """
 """Template in the form of Qwen3: the reasoning of all turns before the last question is left out."""
 
+ANSWER = REASONING.replace("</think>", "<answer>")
+TWO_MARKS = REASONING.replace("'</think>' in content", "'[THINK]' in content and content.endswith('=12')")
+"""Templates that leave reasoning out by other marks."""
+
+CAREFUL = "{%- if '<image>' in messages[-1].content %}{{- raise_exception('no images') }}{%- endif %}"
+CAREFUL += "{%- if messages[1] and messages[1].content.startswith('<tool_response>') %}{%- endif %}" + CHATML
+"""The template looks for texts, and changes none of them."""
+
 LATEST_FIRST = """
 {%- for message in messages %}
 {%- if loop.last %}{{- '<|im_start|>system\\nAnswer in one line.<|im_end|>\\n' }}{%- endif %}
@@ -75,8 +83,9 @@ def conversation(turns: TurnFormat) -> list[int]:
         (HEADERS, "<|endoftext|>", "<|eot_id|>"),
         (MARKED, "<|im_end|>", "<|im_end|>"),
         (TOOLS, "<|im_end|>", "<|im_end|>"),
+        (CAREFUL, "<|im_end|>", "<|im_end|>"),
     ],
-    ids=["chatml", "headers", "marked", "tools"],
+    ids=["chatml", "headers", "marked", "tools", "careful"],
 )
 def test_context_equals_the_template_rendering_of_the_conversation(
     tmp_path: Path, tokenizer: Tokenizer, template: str, eos: str, stop: str, *, inside: bool
@@ -117,6 +126,8 @@ def test_own_turn_format_takes_precedence_over_the_template(tmp_path: Path, toke
     ("template", "words"),
     [
         (REASONING, "leaves out the reasoning of earlier turns"),
+        (ANSWER, "actions of earlier turns that contain '<answer>'"),
+        (TWO_MARKS, r"actions of earlier turns that contain .*'\[THINK\]' and '=12'"),
         (LATEST_FIRST, "changes earlier turns"),
         (PLAIN, "ends an assistant's message with no special token"),
         ("{{ raise_exception('system first') }}", "system first"),
@@ -125,7 +136,7 @@ def test_own_turn_format_takes_precedence_over_the_template(tmp_path: Path, toke
         ("{{ ''.__class__.__mro__ }}{{ messages[0].content }}", "template"),
         ("nothing of it", "does not write a user's message"),
     ],
-    ids=["reasoning", "moving", "plain", "raises", "undefined", "broken", "escape", "deaf"],
+    ids=["reasoning", "answer", "two marks", "moving", "plain", "raises", "undefined", "broken", "escape", "deaf"],
 )
 def test_template_that_is_not_a_turn_format_is_refused_with_the_fix(
     tmp_path: Path, tokenizer: Tokenizer, template: str, words: str

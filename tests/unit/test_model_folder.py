@@ -89,6 +89,7 @@ def test_hidden_files_beside_the_weights_are_ignored(folder: Path) -> None:
         (lambda f: rewrite_config(f, dtype="auto"), 'dtype "auto": write the element type'),
         (lambda f: rewrite_config(f, torch_dtype="auto"), 'dtype "auto": write the element type'),
         (lambda f: rewrite_config(f, quantization_config={"quant_method": "fp8"}), "remove the key quantization"),
+        (lambda f: rewrite_config(f, quantization_config={"quant_method": "bitnet"}), "a BitNet policy"),
         (lambda f: rewrite_config(f, compression_config={"format": "x"}), "remove the key compression_config"),
         (lambda f: (f / "hf_quant_config.json").write_text("{}"), "not quantized: remove the file hf_quant_config"),
         *(

@@ -96,7 +96,29 @@ def read_framing(model_folder: Path, *, marks: Collection[str], named: Mapping[s
         for observation in OBSERVATIONS:
             if not all(_writes(framing, render, observation, action, turns) for turns in range(2, TURNS + 1)):
                 raise _changes(model_folder, action, render(_conversation(observation, action, 2)))
+    _check_compared(template, framing, render, model_folder)
     return framing._replace(trim=_trim(framing, render, model_folder))
+
+
+def _check_compared(template: str, framing: Framing, render: Render, folder: Path) -> None:
+    """Check actions with the texts that the template looks for, such as marks of reasoning other than `<think>`.
+
+    Raises TurnFormatError if the template changes such an action once another turn follows.
+    """
+    from rose.workers.environments.template_rendering import compared_texts
+
+    texts = [text for text in compared_texts(template) if framing.stop not in text]
+    for held in [*([text] for text in texts), texts]:
+        action = "\n".join(["7 and 3", *held, "=12"])
+        try:
+            second = render(_conversation(OBSERVATIONS[0], action, 2))
+        except TurnFormatError:  # no policy need say what this template refuses
+            continue
+        if second != framed_conversation(framing, OBSERVATIONS[0], action, 2):
+            raise TurnFormatError(
+                f"{folder}: its chat template does not only append (it changes the actions of earlier turns that "
+                f"contain {' and '.join(map(repr, held))}), so a context could not grow by what was sampled: {FIX}"
+            )
 
 
 def framed_conversation(framing: Framing, observation: str, action: str, turns: int) -> str:

@@ -32,6 +32,9 @@ ADAPTER = "adapter_config.json"
 QUANTIZED = "quantization_config", "compression_config"
 """Fields of config.json that describe quantized weights."""
 
+TERNARY = "bitnet"
+"""Model type, and method of quantization, of policies whose folders hold weights that are not quantized."""
+
 QUANTIZED_FILE = "hf_quant_config.json"
 """File beside config.json that describes quantized weights."""
 
@@ -166,12 +169,23 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a folder whose files say that its weights are quantized. Raises FolderError."""
+    """Refuse a folder whose files say that its weights are quantized, or a model that quantizes as it computes.
+
+    Raises FolderError.
+    """
+    if TERNARY in (config.get("model_type"), *(_method(config.get(name)) for name in QUANTIZED)):
+        raise FolderError(
+            f"{folder} is a BitNet policy, whose layers quantize their weights as they compute: ROSE cannot train it"
+        )
     marks = [f"the key {name} in config.json" for name in QUANTIZED if config.get(name)]
     marks += [f"the file {QUANTIZED_FILE}"] * (folder / QUANTIZED_FILE).is_file()
     if marks:
         folder_tensors(folder)  # refuses quantized weights
         raise FolderError(f"{folder} has {marks[0]}, and its weights are not quantized: remove {marks[0]}")
+
+
+def _method(quantization: Any) -> Any:
+    return quantization.get("quant_method") if isinstance(quantization, dict) else None
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -38,6 +38,12 @@ from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weig
 DIVERGENT_ARCHITECTURES = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
 """Architectures for which logprobs of transformers and of vLLM on a CPU differ by hundredths of a nat or more."""
 
+TRIED_ON_TRANSFORMERS = frozenset(
+    {"biogpt", "ctrl", "gemma4_unified_text", "helium", "ministral", "nanochat", "persimmon"}
+)
+"""Model types without a class in vLLM, for which logprobs agree. vLLM runs these types on the classes of transformers
+with an attention of its own, which ignores masks that a class computes."""
+
 PATTERN = "*?["
 """Characters with a special meaning in Python's glob."""
 
@@ -205,6 +211,7 @@ def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
             vllm_config = EngineArgs(**_arguments(config, backend)).create_engine_config()
             _refuse_bidirectional(vllm_config)
             _refuse_other_class(vllm_config)
+            _refuse_untried(vllm_config)
             if current_platform.is_cpu():
                 _refuse_divergent(vllm_config)
                 _refuse_heads(vllm_config)
@@ -238,6 +245,15 @@ def _refuse_other_class(config: VllmConfig) -> None:
     if not (issubclass(ours, theirs) or issubclass(theirs, ours)):
         what = f"its config.json names the class {model.architectures[0]} and the type {kind}, which is {trained}'s"
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what}: correct one of them")
+
+
+def _refuse_untried(config: VllmConfig) -> None:
+    """Refuse a model type without a class in vLLM, unless the type was tried. Raises EngineStartError."""
+    model = config.model_config
+    if model.using_transformers_backend() and (kind := model.hf_config.model_type) not in TRIED_ON_TRANSFORMERS:
+        known = ", ".join(sorted(TRIED_ON_TRANSFORMERS))
+        what = f"vLLM has no class for {kind}, and its replacement may compute other logprobs than transformers"
+        raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what} (tried: {known})")
 
 
 def _refuse_divergent(config: VllmConfig) -> None:
