@@ -81,7 +81,7 @@ def class_error(factory: object, *, methods: Sequence[str], arguments: int, unbo
     if not callable(factory):
         return "is not a class"
     if isinstance(factory, type):
-        if missing := [method for method in methods if not callable(getattr(factory, method, None))]:
+        if missing := [method for method in methods if _lacks(factory, method)]:
             return f"lacks {', '.join(missing)}"
         if inspect.isabstract(factory):
             return "has abstract methods"
@@ -90,6 +90,13 @@ def class_error(factory: object, *, methods: Sequence[str], arguments: int, unbo
     if error := binding_error(factory, arguments):
         return unbound.format(error=error)
     return None
+
+
+def _lacks(factory: type, method: str) -> bool:
+    """Whether the class has no such method, or has only the empty one of ROSE's protocol, from which it is derived."""
+    owner = next((kind for kind in factory.__mro__ if method in vars(kind)), None)
+    is_empty = owner is not None and owner.__module__.startswith("rose.") and vars(owner).get("_is_protocol", False)
+    return is_empty or not callable(getattr(factory, method, None))
 
 
 def binding_error(function: Callable[..., Any], arguments: int) -> str | None:

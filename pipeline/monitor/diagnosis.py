@@ -33,6 +33,9 @@ STANDSTILL_SECONDS = 120.0
 """A run in which nothing moved for this long is UNWELL, whatever waits for what. Where running work may take
 longer (`Patience`), the limit is that time."""
 
+LEAST_FAILURES = 16
+"""Least number of recent failures that is reported, if they are more than half of the recent outcomes."""
+
 RECENT_START_SECONDS = health.RESTART_WINDOW_SECONDS
 """Only role starts within this period count."""
 
@@ -254,6 +257,10 @@ def _environments(facts: Facts) -> Iterator[Finding]:
         yield Finding(Severity.UNWELL, "environments", "no environment worker is there")
     elif workers and owned is not None and owned < facts.homes:
         sentence = f"{facts.homes - owned} of {facts.homes} homes have no environment worker"
+        yield Finding(Severity.UNWELL, "environments", sentence)
+    recent = facts.failures
+    if recent.failed >= LEAST_FAILURES and 2 * recent.failed > recent.settled:
+        sentence = f"{recent.failed} of the last {recent.settled} trajectories failed: {recent.reason or 'no reason'}"
         yield Finding(Severity.UNWELL, "environments", sentence)
     yield from _applying(facts)
     yield from _opening(facts)

@@ -128,6 +128,16 @@ class CellFacts:
     able_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RecentFailures:
+    """Trajectories that failed, among those that were settled last."""
+
+    failed: int = 0
+    settled: int = 0
+    reason: str = ""
+    """The most frequent reason."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """The facts about a run. A fact that is not known is None, and no finding follows from it."""
@@ -174,6 +184,7 @@ class Facts:
     """Longest time for which an executor has been able to accept a turn."""
     settled_seconds: float = 0.0
     """Since an outcome, or a sample that the trainer could settle."""
+    failures: RecentFailures = RecentFailures()
     home_facts: Sequence[HomeFacts] = ()
     """The homes that have an owner and waiting work."""
     cells: Sequence[CellFacts] = ()

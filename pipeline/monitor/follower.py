@@ -173,6 +173,7 @@ class RunFollower:
             dispatched_seconds=then - self._probe.dispatched_at,
             able_seconds=able + later if able else 0.0,
             settled_seconds=view.settled_seconds(then),
+            failures=view.failures,
             home_facts=list(self._backlog.homes(now, later=later)),
             cells=list(self._backlog.cell_facts(executors, now, later=later)),
             patience=self._patience,

@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from rose.pipeline.monitor.diagnosis import SILENT_SECONDS
-from rose.pipeline.monitor.facts import ExecutorFacts, RoleFacts
+from rose.pipeline.monitor.facts import ExecutorFacts, RecentFailures, RoleFacts
 from rose.pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, StageClock
 from rose.pipeline.routing.liveness import FORGET_SECONDS
 from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat
@@ -36,6 +36,9 @@ RATE_SECONDS = 10.0
 
 RECENT_SAMPLES = 512
 """Number of finished trajectories over which success is averaged."""
+
+RECENT_OUTCOMES = 64
+"""Number of settled trajectories of which failures are counted."""
 
 CURVE_POINTS = 400
 """Maximum number of policy versions in the success curve."""
@@ -97,6 +100,8 @@ class RunState:
     """The offsets of further prompts with a decision, by home."""
     _live: set[str] = field(default_factory=set)
     _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
+    _failures: deque[str | None] = field(default_factory=lambda: deque(maxlen=RECENT_OUTCOMES))
+    """Reason of each of the recent outcomes that is a failure; None for other outcomes."""
     _turn_moments: deque[float] = field(default_factory=deque)
     stage_clock: StageClock = field(init=False)
 
@@ -141,6 +146,7 @@ class RunState:
                 self._on_stage_progress(Stage.OPENED, record.group_id, now, stamp, fresh=fresh)
             case SampleOutcome():
                 self.ends[record.outcome] += 1
+                self._failures.append(record.reason if record.outcome is Outcome.INFRA_FAILED else None)
                 self.step = max(self.step, record.step)
                 self._on_outcome(record)
                 self._on_stage_progress(Stage.SETTLED, record.group_id, now, stamp, fresh=fresh)
@@ -245,6 +251,13 @@ class RunState:
     def settled(self) -> int:
         """Number of trajectories with an outcome."""
         return self.ends.total()
+
+    @property
+    def failures(self) -> RecentFailures:
+        """The failures among the recent outcomes."""
+        reasons = Counter(each for each in self._failures if each is not None)
+        usual = reasons.most_common(1)
+        return RecentFailures(reasons.total(), len(self._failures), usual[0][0] if usual else "")
 
     @property
     def opened(self) -> int:

@@ -248,6 +248,20 @@ def find_no_thread_at_first() -> None:
 
 LEFT: list[int] = []
 
+MEMORY: list[bytearray] = []
+
+
+def take_all_memory() -> None:
+    while True:
+        MEMORY.append(bytearray(1 << 26))
+
+
+def become_unable_to_read_proc() -> None:
+    """Replace `/proc` for this process, like `os.chroot`, which needs rights."""
+    if os.geteuid() == 0:
+        os.chroot(os.environ[FOLDER])
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "folder": change_folder,
     "folder in a thread": change_folder_in_a_thread,
@@ -287,6 +301,8 @@ DEEDS: dict[str, Callable[[], None]] = {
     "memory and end": share_memory_and_end,
     "tidy child": start_a_tidy_child,
     "print": print_much,
+    "all memory": take_all_memory,
+    "chroot": become_unable_to_read_proc,
     "terminal": use_a_terminal,
     "children": start_children,
     "no thread at first": find_no_thread_at_first,

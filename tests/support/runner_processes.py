@@ -32,9 +32,11 @@ while here.with_name("hangs").exists():
 
 
 @contextmanager
-def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterator[RunnerPool]:
+def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS, memory_bytes: int = 0) -> Iterator[RunnerPool]:
     """Hold a pool of runner processes, closed at the end."""
-    limits = RunnerLimits(max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024)
+    limits = RunnerLimits(
+        max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024, memory_bytes=memory_bytes
+    )
 
     def new_runner(name: str, answer: Any, generation: int) -> ProcessRunner:
         kind = ProcessSetup(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.pipeline.monitor.diagnosis import STALLED_SECONDS, STANDSTILL_SECONDS, Finding, Severity, diagnose, headline
-from rose.pipeline.monitor.facts import ExecutorFacts, Facts, Patience, RoleFacts
+from rose.pipeline.monitor.facts import ExecutorFacts, Facts, Patience, RecentFailures, RoleFacts
 from rose.schemas.heartbeats import ExecutorState
 
 READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
@@ -81,6 +81,10 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
             {"foreign_clients": ("my-etl",)},
             "the consumer group of the environment workers has members that are other programs and take homes: "
             "my-etl; give them another group.id",
+        ),
+        (
+            {"failures": RecentFailures(failed=40, settled=64, reason="KeyError: 'API_KEY'")},
+            "40 of the last 64 trajectories failed: KeyError: 'API_KEY'",
         ),
         ({"homes_owned": 5}, "3 of 8 homes have no environment worker"),
         ({"results_waiting": 4}, "4 results wait for an environment worker, and none was applied for 12 s"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose.workers.environments import runner_supervisor
+from rose.workers.environments.config import LEAST_MEMORY
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, JobResult
 from rose.workers.environments.transitions import StepResult
@@ -76,6 +77,25 @@ def test_reset_that_exits_fails_alone(folder: Path) -> None:
         found = answers(stage, [reset("good"), reset("bad", deed="end")])
         assert isinstance(found["good"], ResetResult)
         assert isinstance(found["bad"], EnvironmentFailure) and "ended with status 3" in found["bad"].failure
+
+
+@pytest.mark.slow
+def test_environment_that_takes_all_memory_fails_alone(folder: Path) -> None:
+    with processes(folder, memory_bytes=LEAST_MEMORY) as stage:
+        found = answers(stage, [step("bad", "all memory"), *(step(name, "go") for name in "abc")])
+        assert [stepped(found[name]) for name in "abc"] == [b"1"] * 3
+        failed = found["bad"]
+        assert isinstance(failed, EnvironmentFailure) and "memory" in failed.failure.lower()
+        assert stepped(answers(stage, [step("later", "go")])["later"]) == b"1"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may call chroot")
+def test_process_whose_environment_called_chroot_is_replaced(folder: Path) -> None:
+    with processes(folder) as stage:
+        assert stepped(answers(stage, [step("bad", "chroot")])["bad"]) == b"1"
+        found = answers(stage, [step(name, "go") for name in "abc"])
+        assert [stepped(answer) for answer in found.values()] == [b"1"] * 3
 
 
 BLOCKS = pytest.mark.parametrize("deed", ["sleep", "hold", "task: sleep", "gather: sleep"])

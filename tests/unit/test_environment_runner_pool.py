@@ -276,6 +276,17 @@ def test_hung_pool_calls_take_no_thread_from_others_and_are_counted(folder: Path
         assert isinstance(answers(stage, [act("good", "pool")])["good"], StepResult)
 
 
+def test_object_given_to_two_trajectories_is_refused_until_it_is_closed(folder: Path) -> None:
+    shared = Blocking()
+    with pool_of(folder, lambda _name: shared) as stage:
+        assert isinstance(answers(stage, [act("a", "go")])["a"], StepResult)
+        refused = answers(stage, [act("b", "go")])["b"]
+        assert isinstance(refused, EnvironmentFailure)
+        assert "gave an object that another trajectory holds" in refused.failure
+        assert isinstance(answers(stage, [act("a", "done", b"1")])["a"], StepResult)
+        until(lambda: isinstance(answers(stage, [act("c", "go")])["c"], StepResult))
+
+
 ENDS = """
 import sys
 from pathlib import Path

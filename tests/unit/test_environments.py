@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from rose.workers.environments.calculator import CALL, MALFORMED, SPARE_TURNS, C
 from rose.workers.environments.protocol import (
     Environment,
     EnvironmentArgumentError,
+    JsonValue,
     LifeCycleError,
     SnapshotError,
     Step,
@@ -158,6 +159,19 @@ def test_swapped_bounds_are_refused() -> None:
         asyncio.run(Calculator().reset(0, {"min_operands": 5, "max_operands": 2}))
 
 
+class Forgetful(Environment):
+    """The protocol has a body of each method, which does nothing."""
+
+    async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
+        return ""
+
+    async def step(self, action: str) -> Step:
+        return Step(observation="", reward=0.0, done=True)
+
+    async def snapshot(self) -> bytes:
+        return b""
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -165,6 +179,7 @@ def test_swapped_bounds_are_refused() -> None:
         ("no_such_package.tasks:Task", "cannot import no_such_package.tasks"),
         ("json:Nothing", "json has no Nothing"),
         ("json:JSONDecoder", "lacks reset, step, snapshot"),
+        (f"{__name__}:Forgetful", "lacks restore, close"),
         ("json:__name__", "is not a class"),
         (":Task", "calculator, frozenlake"),
     ],

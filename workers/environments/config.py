@@ -8,6 +8,9 @@ from rose.schemas.prompts import MIN_TEMPERATURE
 
 ISOLATIONS = ("auto", "process", "thread")
 
+LEAST_MEMORY = 2**29
+"""Least limit of a process's memory, in bytes: Python and the tokenizer need about a quarter of it."""
+
 LONGEST_SECONDS = 7 * 86_400.0
 """Upper bound of `step_timeout_seconds` and `turn_patience_seconds`."""
 
@@ -49,6 +52,9 @@ class EnvironmentConfig:
     max_processes: int = 4
     """Most processes or threads for one kind of environments. One runs all of them; further ones are started while it
     is blocked, or to find the environment that ends it."""
+    process_memory_bytes: int = 0
+    """Most private memory (RLIMIT_DATA) of a process of environments, and of each child process; 0 for no limit. Set it
+    in containers on cgroup v2: if memory runs out there, the kernel ends all processes of the container at once."""
     isolation: str = "auto"
     """Where environments run. `process`: each kind in a process of its own, whose end does not end the worker.
     `thread`: in the worker, which is cheaper. `auto`: your own environments in processes, built-in ones in threads."""
@@ -66,6 +72,8 @@ class EnvironmentConfig:
             "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,
             "turn_patience_seconds must be from 0.01 to 604800": 0.01 <= self.turn_patience_seconds <= LONGEST_SECONDS,
             "max_processes must be from 1 to 256": 1 <= self.max_processes <= 256,
+            f"process_memory_bytes must be 0, or from {LEAST_MEMORY} to 2^50": self.process_memory_bytes == 0
+            or LEAST_MEMORY <= self.process_memory_bytes <= 2**50,
             "isolation must be auto, process or thread": self.isolation in ISOLATIONS,
         }
         for sentence, holds in in_range.items():

@@ -88,6 +88,8 @@ class RunnerLimits:
     """Longest time that a job may take."""
     max_context_tokens: int
     """Longest context; an observation that cannot fit may be encoded only in part."""
+    memory_bytes: int = 0
+    """Most private memory of a process and of each of its child processes; 0 for no limit."""
     max_runners: int = 4
     """Most runners of one kind of environments at once: one runner for all jobs, and further runners while that runner
     has a problem."""

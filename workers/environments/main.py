@@ -47,6 +47,7 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
         max_live=config.max_live_environments,
         timeout_seconds=config.step_timeout_seconds,
         max_context_tokens=config.max_context_tokens,
+        memory_bytes=config.process_memory_bytes,
         max_runners=config.max_processes,
     )
     stage = RunnerPool(_runners(config, turn_format, limits), limits)

@@ -148,7 +148,10 @@ class ProcessIntegrity:
         began = monotonic()
         if began < self._count_at and not self._change:
             return ""
-        left = _threads_and_children() - self._held
+        try:
+            left = _threads_and_children() - self._held
+        except OSError as error:  # after chroot, or in a sandbox that the environment has entered
+            return f"made /proc unreadable for its process ({error.strerror})"
         roomless = left > FEW_LEFT and not _starts_threads()
         ended = monotonic()
         self._count_at = ended + min(COUNT_PARTS * (ended - began), COUNT_SECONDS)
@@ -162,6 +165,10 @@ class ProcessIntegrity:
         Another process may hold them, so all jobs are repeated.
         """
         self._give_up("could start no further thread or process (pids.max of the container, or ulimit -u)")
+
+    def on_memory_refused(self) -> None:
+        """Give the process up because an environment's code got no memory. Another environment may hold the memory."""
+        self._give_up("got no further memory (environment.process_memory_bytes)")
 
     def _lowered(self, limits: dict[str, tuple[int, int]]) -> str:
         if limits != self._limits:

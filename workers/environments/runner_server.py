@@ -8,6 +8,7 @@ Keeps true
 """
 
 import os
+import resource
 import sys
 import time
 import traceback
@@ -75,6 +76,8 @@ def serve(descriptor: int, shared: int) -> NoReturn:
     try:
         kind = msgspec.msgpack.decode(line.recv_bytes(MAX_MESSAGE_BYTES), type=ProcessSetup)
         set_process_name(f"env {kind.environment}")
+        if kind.limits.memory_bytes:
+            _limit_memory(kind.limits.memory_bytes)
         status = RunnerServer(line, kind, signs).run()
     except (EOFError, OSError):
         pass  # the worker is gone
@@ -86,6 +89,13 @@ def serve(descriptor: int, shared: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     _exit(status)  # also if an environment has left threads behind
+
+
+def _limit_memory(most_bytes: int) -> None:
+    """Limit the private memory of this process, and of each process that it starts."""
+    highest = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = most_bytes if highest == resource.RLIM_INFINITY else min(most_bytes, highest)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, highest))
 
 
 class RunnerServer:

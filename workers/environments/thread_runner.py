@@ -132,6 +132,8 @@ class ThreadRunner:
         self._signs = [0] * COUNTERS if signs is None else signs
         self._integrity = integrity
         self._idle: OrderedDict[str, Environment] = OrderedDict()
+        self._held: dict[int, Environment] = {}
+        """Environments that are not closed, by `id`: they need not be hashable."""
         self._busy = 0
         self._ending = 0
         """Environments that are being closed and still occupy their slot."""
@@ -331,8 +333,11 @@ class ThreadRunner:
                 task.cancel()
                 ended = await _ends(task, CANCEL_SECONDS)
         outcome = task.result() if ended and not task.cancelled() else asyncio.CancelledError()
-        if self._integrity is not None and isinstance(outcome, BaseException) and is_start_refused(outcome):
-            self._integrity.on_start_refused()
+        if self._integrity is not None and isinstance(outcome, BaseException):
+            if is_start_refused(outcome):
+                self._integrity.on_start_refused()
+            elif isinstance(outcome, MemoryError) and self._limits.memory_bytes:
+                self._integrity.on_memory_refused()
         if isinstance(outcome, BaseException) and not in_time:
             return TimeoutError(f"took longer than {seconds:g} s")
         return outcome
@@ -368,7 +373,11 @@ class ThreadRunner:
             self._integrity.check()
 
     async def _made(self, job: Job) -> Environment:
-        return self._create(job.environment)
+        made = self._create(job.environment)
+        if id(made) in self._held:
+            raise RuntimeError("the environment's factory gave an object that another trajectory holds: make a new one")
+        self._held[id(made)] = made
+        return made
 
     async def _do(self, job: Job, environment: Environment, *, restore: bool) -> ResetResult | StepResult:
         if self._closing:
@@ -428,8 +437,10 @@ class ThreadRunner:
 
     async def _closed(self, held: list[Environment]) -> str:
         """Close the environment and drop its last reference in a tracked call: a `__del__` may block."""
+        environment = held.pop()
+        self._held.pop(id(environment), None)
         try:
-            await held.pop().close()
+            await environment.close()
         except BaseException as error:  # noqa: BLE001 - user code
             end_if_forked(self._pid, error)
             return describe_error(error)
