@@ -395,9 +395,22 @@ class Writer:
         try:
             call(*arguments)
         except KafkaException as error:
-            raise self._error(action, error.args[0], *sorted(self._touched_topics)) from error
+            refused: KafkaError = error.args[0]
+            if refused.code() == KafkaError._STATE:
+                action += self._failed_delivery()
+            raise self._error(action, refused, *sorted(self._touched_topics)) from error
         except HungCall as hung:
             raise BusError(f"{action} ({hung})", KafkaError(KafkaError._TIMED_OUT)) from hung
+
+    def _failed_delivery(self) -> str:
+        """Return the failed delivery after which librdkafka refuses further calls of a transaction; "" if none."""
+        self._producer.poll(0)
+        if self._failure is None:
+            return ""
+        failure, topic = self._failure
+        return (
+            f" (a record of {topic} was not stored: {failure.str()}; see message.timeout.ms and transaction.timeout.ms)"
+        )
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
