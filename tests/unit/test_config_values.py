@@ -217,3 +217,22 @@ def test_arguments_of_vllm_keep_their_types_in_every_source(tmp_path: Path, monk
 def test_argument_of_vllm_that_changes_what_is_sampled_is_refused() -> None:
     refused = refusal(Common(settings=["executor.vllm.hf_overrides={}"]))
     assert "executor: vllm cannot set hf_overrides: it may set attention_backend, " in refused
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            "cudagraph_capture_sizes=[1,null]",
+            "vllm.cudagraph_capture_sizes must be made of truth values",
+        ),
+        ("gpu_memory_utilization=NaN", "vllm.gpu_memory_utilization must be made of"),
+        ('attention_config={"use_non_causal": true}', "vllm.attention_config cannot set use_non_causal"),
+    ],
+)
+def test_argument_of_vllm_with_an_unusable_value_is_refused(setting: str, words: str) -> None:
+    assert words in refusal(Common(settings=[f"executor.vllm.{setting}"]))
+
+
+def test_date_as_argument_of_vllm_is_refused(tmp_path: Path) -> None:
+    assert "vllm.block_size must be made of" in refusal(in_file(tmp_path, "[executor.vllm]\nblock_size = 2024-01-01\n"))

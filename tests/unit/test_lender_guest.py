@@ -483,7 +483,7 @@ def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, mo
     """Ranks would hold the model for the life of the server, and another model after the next attempt."""
     scheduler = SimpleNamespace(
         block_size=16,
-        kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64)], num_blocks=4),
+        kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64)], kv_cache_groups=[], num_blocks=4),
         kv_cache_manager=SimpleNamespace(block_pool=None, coordinator=SimpleNamespace(single_type_managers=())),
         shutdown=lambda: None,
     )

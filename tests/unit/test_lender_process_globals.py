@@ -13,9 +13,13 @@ from vllm.distributed import parallel_state
 from vllm.forward_context import is_forward_context_available, override_forward_context
 from vllm.utils import system_utils
 
+from rose.workers.lender.vllm import host_process
 from rose.workers.lender.vllm.host_process import GlobalsSwap, globals_for_build
 
 pytestmark = pytest.mark.slow
+
+HOST, GUEST = 3, 7
+"""Seeds."""
 
 
 @pytest.fixture
@@ -92,34 +96,53 @@ def test_tensors_made_by_the_host_during_a_paused_step_have_host_defaults(global
 
 
 @pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
-def test_guest_takes_no_number_of_the_generators_of_its_host(globals_swap: GlobalsSwap, phase: str) -> None:
-    def draw() -> tuple[float, ...]:
-        return random.random(), float(np.random.random()), float(torch.rand(()))
+@pytest.mark.parametrize("gpu", [False, True])
+def test_guest_takes_no_number_of_the_generators_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, phase: str, *, gpu: bool
+) -> None:
+    """On a CPU steps draw from torch alone."""
+    monkeypatch.setattr(host_process, "STEPS_DRAW_SEEDS", gpu)
+    globals_swap, shared = globals_for_build(), phase == "as_guest" and not gpu
 
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    expected = [draw() for _ in range(4)]
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    def draw(*, guest: bool = False) -> tuple[float, ...]:
+        numbers = () if shared and guest else (random.random(), float(np.random.randn()))
+        return *numbers, float(torch.rand(()))
+
+    def seed(number: int) -> None:
+        if number == HOST or not shared:
+            random.seed(number), np.random.seed(number)
+        torch.manual_seed(number)
+
+    seed(HOST)
+    expected = [draw() for _ in range(3)]
+    seed(HOST)
     found = [draw()]
     with getattr(globals_swap, phase)():
-        random.seed(7), np.random.seed(7), torch.manual_seed(7)
-        first = draw()
-        with globals_swap.as_host():
-            found.append(draw())
-        second = draw()
-    found.append(draw())
-    assert found == expected[:3]
-    random.seed(7), np.random.seed(7), torch.manual_seed(7)
-    assert [first, second] == [draw(), draw()]
+        seed(GUEST)
+        drawn = [draw(guest=True)]
+        if phase == "as_guest":
+            with globals_swap.as_host():
+                found.append(draw())
+        drawn.append(draw(guest=True))
+    found += [draw() for _ in range(3 - len(found))]
+    assert found == expected
+    seed(GUEST)
+    assert drawn == [draw(guest=True), draw(guest=True)]
 
 
-def test_guests_of_two_servers_with_equal_seeds_draw_different_numbers_of_numpy(globals_swap: GlobalsSwap) -> None:
-    """On a GPU vLLM draws from them the seed of a request without a seed."""
-    np.random.seed(3)
-    expected, drawn = np.random.random(), set[float]()
-    for each in (globals_swap, globals_for_build()):
-        with each.as_guest():
-            drawn.add(float(np.random.random()))
-    assert len(drawn - {expected}) == 2
+@pytest.mark.parametrize("gpu", [False, True])
+def test_steps_of_a_guest_draw_from_the_generators_that_its_build_seeded(
+    monkeypatch: pytest.MonkeyPatch, *, gpu: bool
+) -> None:
+    monkeypatch.setattr(host_process, "STEPS_DRAW_SEEDS", gpu)
+    globals_swap = globals_for_build()
+    with globals_swap.as_guest_build():
+        np.random.seed(GUEST), torch.manual_seed(GUEST)
+        state = np.random.get_state()[1].tolist()  # type: ignore[index]
+    np.random.seed(HOST)
+    with globals_swap.as_guest():
+        assert torch.initial_seed() == GUEST
+        assert (np.random.get_state()[1].tolist() == state) is gpu  # type: ignore[index]
 
 
 def test_guest_does_not_rebind_the_memory_of_its_host_process(

@@ -1,5 +1,6 @@
 """Settings of a rollout executor."""
 
+import math
 import re
 import socket
 from dataclasses import dataclass, field
@@ -45,6 +46,22 @@ VLLM_ARGUMENTS = frozenset(
 memory and in which precision. Other arguments change which tokens are sampled, or follow from other settings."""
 
 
+OTHER_ATTENTION = frozenset({"use_non_causal", "indexer_sparse_logits"})
+"""Fields of vLLM's attention configuration with which a model computes other logprobs than in training."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether TOML and JSON can write the value, and read the same again."""
+    match value:
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(map(_is_plain, value))
+        case dict():
+            return all(isinstance(name, str) and _is_plain(inner) for name, inner in value.items())
+    return isinstance(value, bool | int | str)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig:
     """One executor: its engine, and how many turns it takes.
@@ -72,8 +89,10 @@ class ExecutorConfig:
     """Element type in which the engine computes: `float32`, `bfloat16` or `float16`."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of the engine by vLLM's names, as `enforce_eager`, `compilation_config`, `attention_backend`,
-    `kv_cache_dtype` or `gpu_memory_utilization`. Without `enforce_eager` the engine is eager on a CPU only. With
-    `gpu_memory_utilization` vLLM chooses the size of the KV cache. Lenders do not use this table."""
+    `kv_cache_dtype` or `gpu_memory_utilization`. An engine on a CPU is always eager, one on a GPU only if
+    `enforce_eager` is true. With `gpu_memory_utilization` vLLM chooses the size of the KV cache. A `kv_cache_dtype` of
+    8 bits moves logprobs by a tenth of a nat and more, which `trainer.max_logprob_difference` must allow. Lenders do
+    not use this table."""
     drain_before_swap: bool = False
     """Whether running turns end under the version under which they began; new turns then wait until the engine is
     empty. Otherwise running turns continue under the new version, and their spans say from which token on."""
@@ -94,6 +113,12 @@ class ExecutorConfig:
                 raise ValueError(sentence)
         if unknown := sorted(self.vllm.keys() - VLLM_ARGUMENTS):
             raise ValueError(f"vllm cannot set {unknown[0]}: it may set {', '.join(sorted(VLLM_ARGUMENTS))}")
+        for name, value in self.vllm.items():
+            if not _is_plain(value):
+                raise ValueError(f"vllm.{name} must be made of truth values, finite numbers, texts, lists and tables")
+        attention = self.vllm.get("attention_config")
+        if isinstance(attention, dict) and (other := sorted(attention.keys() & OTHER_ATTENTION)):
+            raise ValueError(f"vllm.attention_config cannot set {other[0]}: tokens would have other logprobs")
 
     @property
     def worker(self) -> str:

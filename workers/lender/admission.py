@@ -5,7 +5,7 @@ Keeps true
   one token if not even one token fits (so that a cost learned from a stall is unlearned). A request that arrives waits
   at most for this step: `yield_seconds` is the yield bound.
 - While serving has a waiting request, or an unread message in its input queue, the guest does not compute. Beside a
-  server with async scheduling it does not compute either while a request runs or a batch is in flight.
+  server with async scheduling it begins no work either while a request runs or a batch is in flight.
 - While serving computes, the guest may compute as long as all of these limits allow, and never longer than the yield
   bound:
   prefill    `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, where T_prf includes all

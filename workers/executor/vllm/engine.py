@@ -45,6 +45,7 @@ from rose.workers.executor.vllm.types import (
     SwapRefused,
     block_bytes,
     first_line,
+    token_bytes,
     turn_error,
 )
 from rose.workers.model_config import check_context_length
@@ -73,7 +74,8 @@ class KvCache:
     pool: BlockPool
     block_bytes: int
     """Bytes of one block, summed over the ranks."""
-    block_tokens: int
+    token_bytes: int
+    """The most bytes of one token, summed over the ranks."""
     address: int | None
     """Address of the cache; None if the cache is in another process."""
 
@@ -117,7 +119,8 @@ class Engine:
         self._unscheduled: deque[_Turn] = deque()
         kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
         begins = self._backend.cache_address(self._core)
-        self.cache = KvCache(kv, pool, self._backend.ranks * block_bytes(kv), self._scheduler.block_size, begins)
+        ranks = self._backend.ranks
+        self.cache = KvCache(kv, pool, ranks * block_bytes(kv), ranks * token_bytes(kv), begins)
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
@@ -298,7 +301,7 @@ class Engine:
             tokens=sum(turn.request.num_tokens for turn in self._turns.values()),
             kv_bytes_total=(cache.config.num_blocks - 1) * cache.block_bytes,  # vLLM reserves one block
             kv_bytes_free=cache.pool.get_num_free_blocks() * cache.block_bytes,
-            kv_bytes_per_token=len(cache.config.kv_cache_groups) * cache.block_bytes // cache.block_tokens,
+            kv_bytes_per_token=cache.token_bytes,
         )
 
     def held_turns(self) -> list[HeldTurn]:

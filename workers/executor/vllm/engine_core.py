@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -213,6 +213,7 @@ def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
             _refuse_other_class(vllm_config)
             _refuse_untried(vllm_config)
             if current_platform.is_cpu():
+                _refuse_compilation(vllm_config)
                 _refuse_divergent(vllm_config)
                 _refuse_heads(vllm_config)
             return QuietCore(vllm_config, backend.make_executor, log_stats=False)
@@ -254,6 +255,13 @@ def _refuse_untried(config: VllmConfig) -> None:
         known = ", ".join(sorted(TRIED_ON_TRANSFORMERS))
         what = f"vLLM has no class for {kind}, and its replacement may compute other logprobs than transformers"
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what} (tried: {known})")
+
+
+def _refuse_compilation(config: VllmConfig) -> None:
+    """Refuse compilation on a CPU: compiled code keeps the packed weights of its version. Raises EngineStartError."""
+    if config.compilation_config.mode is not CompilationMode.NONE:
+        what = "an engine on a CPU takes new weights only without compilation"
+        raise EngineStartError(f"{what}: leave enforce_eager out of executor.vllm, or set it to true")
 
 
 def _refuse_divergent(config: VllmConfig) -> None:

@@ -13,9 +13,9 @@ Keeps true
   caller would wait for the lock forever.
 
 While a guest is built, vLLM seeds the process's random generators, sets its default dtype and current configuration,
-writes environment variables and swaps names in modules. A step draws from the generators and sets nothing else: on a
-GPU vLLM draws the seeds of requests from numpy's. The guest has generators of its own, so that it draws other numbers
-than the guests of other servers, and takes no number of serving.
+writes environment variables and swaps names in modules. A step draws from the generators and sets nothing else. The
+guest has generators of its own, seeded when it is built: it draws other numbers than the guests of other servers, and
+takes no number of serving.
 """
 
 import concurrent.futures.thread
@@ -28,7 +28,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from time import perf_counter
 from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -39,6 +38,7 @@ import vllm.config.vllm as vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
@@ -73,13 +73,19 @@ TP_GROUP = parallel_state, "_TP"
 only guests use the group: the first guest makes it, with the related groups, for all later ones."""
 
 
+STEPS_DRAW_SEEDS = not current_platform.is_cpu()
+"""Whether a step may draw from numpy's generator: vLLM's runner for GPUs draws the seed of a request without a seed. An
+exchange of the states takes 0.1 ms, so a CPU exchanges them for a build only."""
+
+
 class GlobalsSwap:
     """The guest's set of process-wide values, which start as the host's."""
 
     def __init__(self) -> None:
         self._exchanged = [name for name in SWAPPED_NAMES if name != TP_GROUP or parallel_state._TP is not None]
         self._names = self._current_values()
-        self._generators = replace(_current_generators(), numpy=np.random.MT19937())
+        self._generators = _generators()
+        self._seed_sources = _seed_sources()
         self._build = _build_state()
         self._gradients = False, True
         """The host's inference mode and gradient mode."""
@@ -140,6 +146,8 @@ class GlobalsSwap:
             vllm_config.get_cached_compilation_config.cache_clear()
         self._names = now
         self._generators = _set_generators(self._generators)
+        if STEPS_DRAW_SEEDS:
+            self._seed_sources = _set_seed_sources(self._seed_sources)
 
     def _exchange_build(self) -> None:
         now = _build_state()
@@ -151,6 +159,8 @@ class GlobalsSwap:
                 os.environ[name] = value
         torch.set_default_dtype(dtype)
         self._build = now
+        if not STEPS_DRAW_SEEDS:  # otherwise `_exchange` does
+            self._seed_sources = _set_seed_sources(self._seed_sources)
 
 
 def globals_for_build() -> GlobalsSwap:
@@ -179,33 +189,31 @@ def _build_state() -> tuple[dict[str, str], torch.dtype]:
     return dict(os.environ), torch.get_default_dtype()
 
 
-@dataclass(frozen=True, slots=True)
-class _Generators:
-    """The random generators of the process."""
-
-    cpu: torch.Tensor
-    """State of torch's generator for the CPU."""
-    device: torch.Tensor | None
-    """State of torch's generator for the current GPU, the only one that serving and guest use."""
-    python: tuple[Any, ...]
-    """State of the module `random`."""
-    numpy: np.random.BitGenerator
-    """Generator behind the functions of `numpy.random`. Its state would take 40 us to read."""
+def _generators() -> list[torch.Tensor]:
+    """Return the states of torch's generators: the CPU's, then that of the current GPU, the only one in use."""
+    device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *device]
 
 
-def _current_generators() -> _Generators:
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return _Generators(torch.get_rng_state(), device, random.getstate(), np.random.get_bit_generator())  # type: ignore[attr-defined]
+def _set_generators(states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Set the states of torch's generators. Return their states before."""
+    before = _generators()
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+    return before
 
 
-def _set_generators(generators: _Generators) -> _Generators:
-    """Set the random generators. Return those before."""
-    before = _current_generators()
-    torch.set_rng_state(generators.cpu)
-    if generators.device is not None:
-        torch.cuda.set_rng_state(generators.device)
-    random.setstate(generators.python)
-    np.random.set_bit_generator(generators.numpy)  # type: ignore[attr-defined]
+def _seed_sources() -> tuple[Any, Any]:
+    """Return the states of the generators that seeds come from: `random` and `numpy.random`."""
+    return random.getstate(), np.random.get_state()
+
+
+def _set_seed_sources(states: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Set the states of the generators that seeds come from. Return their states before."""
+    before = _seed_sources()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
     return before
 
 

@@ -372,7 +372,7 @@ class KvSharing:
     @property
     def room_tokens(self) -> int:
         """KV tokens that turns may hold."""
-        return self._budget_blocks * self._engine.cache.block_tokens
+        return self._budget_blocks * self._guest.block_bytes // self._engine.cache.token_bytes
 
     @property
     def _exceeds_budget(self) -> bool:
