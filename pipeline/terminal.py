@@ -23,7 +23,7 @@ from threading import Timer
 from typing import Any, Literal
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.topics.streams import stream_like, unread_stream
+from rose.topics.processes import stream_like, unread_stream
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that control a terminal or change the direction of text, except tabs and line ends."""

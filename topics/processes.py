@@ -1,4 +1,4 @@
-"""Threads and child processes: starts, names, priorities, stop requests, and the end of all children."""
+"""Threads, child processes and their output streams: starts, names, priorities, stop requests, the end of children."""
 
 import ctypes
 import os
@@ -6,9 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
+from typing import Any
 
 from rose.schemas.errors import ThreadRefused
 
@@ -127,3 +129,27 @@ def _children() -> list[int]:
             if stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1] == own:
                 found.append(int(stat.parent.name))
     return found
+
+
+class _UnreadFile(FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def unread_stream(number: int, like: TextIOWrapper) -> TextIOWrapper:
+    """A stream `like` this one on the descriptor `number`; output without a reader is lost without an error."""
+    return stream_like(like, _UnreadFile(number, "w", closefd=False))
+
+
+def stream_like(like: TextIOWrapper, file: FileIO, *, errors: str | None = None) -> TextIOWrapper:
+    """A stream `like` this one on another file. `errors`: the handler of characters that the encoding does not have."""
+    return TextIOWrapper(
+        BufferedWriter(file),
+        encoding=like.encoding,
+        errors=errors or like.errors,
+        line_buffering=like.line_buffering,
+        write_through=like.write_through,
+    )

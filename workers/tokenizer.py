@@ -152,6 +152,10 @@ LOADED = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "
 OLDER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Names of files that hold a tokenizer in forms from which transformers makes a `tokenizer.json`."""
 
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Tokenizer classes of transformers that add nothing to `tokenizer.json`, and no special tokens to those that the
+folder names."""
+
 PROBES = (
     *("word", " word  two ", "Word's HTTPServer camelCase", "1234567 3.14 x1", "a\n\nb \n c\t\td\r\n", "f(x)=[y];//"),
     *("a   12\n    0.5", "It is.\n\nSo {\n}\n"),
@@ -267,15 +271,19 @@ def _mark(tokenizer: Any, special: Collection[str]) -> None:
 def check_reading(folder: Path) -> None:
     """Check that transformers makes the same tokens of PROBES and added tokens as the folder's `tokenizer.json`.
 
+    The class is the one that the folder names if that reads `tokenizer.json` as it is; otherwise AutoTokenizer's, which
+    for some model types is another class than the folder names.
+
     A folder without the file, or whose tokenizer transformers cannot load or use, passes. Imports transformers and
     torch. Raises TokenizerError.
     """
     if not (folder / TOKENIZER_FILE).is_file():
         return
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    named = read_object(folder / CONFIG_FILE).get("tokenizer_class")
     try:
-        theirs: Any = AutoTokenizer.from_pretrained(
+        theirs: Any = (PreTrainedTokenizerFast if named in PLAIN_CLASSES else AutoTokenizer).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, mistral_format=False
         )
         theirs(PROBES[0])
@@ -290,7 +298,8 @@ def check_reading(folder: Path) -> None:
                 f"{folder}: transformers' AutoTokenizer makes other tokens of {text!r} than {TOKENIZER_FILE} says: if "
                 f"{TOKENIZER_FILE} is right, take the flags (as add_prefix_space, split_special_tokens) out of "
                 f"{CONFIG_FILE} and set its tokenizer_class to PreTrainedTokenizerFast; if transformers is right, "
-                "write the files with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), and check again"
+                "write the files with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which changes the "
+                f"tokens of {TOKENIZER_FILE}, and check again"
             )
 
 

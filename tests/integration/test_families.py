@@ -64,7 +64,7 @@ REFUSED = {
     "qwen4_exp_text": f"{LOADING} .*failed to be inspected",
     **dict.fromkeys(("falcon_h1", "mamba2", "zamba2"), WRITING),
     **dict.fromkeys(("falcon_mamba", "gpt_bigcode", "mamba"), STEPPING),
-    "doge": "vLLM has no class for doge",
+    "doge": "vLLM does not know doge",
     "bitnet": "whose layers quantize their weights as they compute",
     "gpt_neo": rf"{LOADING} .*GPTNeoForCausalLM.* not supported",
     "afmoe": f"{LOADING} .*score_func",

@@ -42,7 +42,7 @@ def gpt2_as_it_was_published(folder: Path) -> None:
 
 
 def pythia_as_it_was_published(folder: Path) -> None:
-    """Write Pythia with another name of its head and boolean masks."""
+    """Write Pythia with another name of its head, boolean masks, and a constant that is not finite."""
     tiny_policy("gpt_neox", folder)
 
     def older(tensors: Tensors) -> None:
@@ -50,7 +50,7 @@ def pythia_as_it_was_published(folder: Path) -> None:
         for layer in (0, 1):
             at = f"gpt_neox.layers.{layer}.attention"
             tensors[f"{at}.bias"] = torch.ones(1, 1, 8, 8).tril().bool()
-            tensors[f"{at}.masked_bias"] = torch.tensor(-1e9)
+            tensors[f"{at}.masked_bias"] = torch.tensor(-1e9, dtype=torch.float16)  # minus infinity
             tensors[f"{at}.rotary_emb.inv_freq"] = torch.ones(4, dtype=torch.float16)
 
     rewrite(folder, older)

@@ -17,6 +17,7 @@ from rose.workers.lender.endpoint.versions import ReferenceModel
 from rose.workers.model_config import ConfigRefused, max_context_tokens
 from rose.workers.trainer.policy import load_policy, token_logprobs
 from rose.workers.weights.model_folder import FolderError
+from tests.support.model_families import CONTEXT, tiny_policy
 
 SIZES = {
     "vocab_size": 64,
@@ -102,7 +103,7 @@ def test_layers_that_vllm_fuses_are_trained_and_proven_like_vllm(kind: str, tmp_
     found = logprobs_of(model, row)
     assert (found - unlike).abs().max() > 1e-4, "the layers are not what decides here"
     torch.testing.assert_close(found, logprobs_of(theirs, row), atol=1e-6, rtol=0)
-    token_logprobs(model, torch.tensor([row])).sum().backward()  # type: ignore[no-untyped-call]
+    token_logprobs(model, torch.tensor([row])).sum().backward()  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
     assert all(parameter.grad.any() for parameter in model.parameters())
     weights = model.state_dict()
     assert weights.keys() == theirs.state_dict().keys()
@@ -216,3 +217,16 @@ def test_remote_code_of_a_folder_is_neither_run_nor_prompted_for(tmp_path: Path)
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 0 and not ran.exists()
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("phi3", False)])
+def test_padding_token_in_a_context_is_trained_as_any_other(tmp_path: Path, kind: str, *, tied: bool) -> None:
+    gradients = []
+    for pad in (None, CONTEXT[0]):
+        tiny_policy(kind, tmp_path, tie_word_embeddings=tied)
+        config = json.loads((tmp_path / "config.json").read_text()) | {"pad_token_id": pad}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = load_policy(tmp_path)
+        token_logprobs(model, torch.tensor([CONTEXT]))[0, len(CONTEXT) // 2 :].sum().backward()  # type: ignore[no-untyped-call]
+        gradients.append(model.get_input_embeddings().weight.grad)
+    assert torch.equal(*gradients) and gradients[0][CONTEXT[0]].any()

@@ -115,6 +115,11 @@ def test_flag_that_only_transformers_applies_is_refused_by_trainer_and_evaluatio
         assert "\n" not in str(refused.value)
 
 
+def test_class_that_reads_the_file_as_it_is_is_not_compared_with_that_of_the_model_type(tmp_path: Path) -> None:
+    """AutoTokenizer takes the class of Qwen 2 for every policy of that type, also if its tokenizer is another one."""
+    check_reading(flagged(tmp_path, byte_level(), "qwen2", tokenizer_class="PreTrainedTokenizerFast"))
+
+
 @pytest.mark.parametrize("flag", [True, False])
 def test_tokenizer_written_by_transformers_gives_the_tokens_of_transformers(tmp_path: Path, *, flag: bool) -> None:
     from transformers import AutoTokenizer

@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from rose.schemas.errors import UsageError
-from rose.workers.tokenizer import CONFIG_FILE, NAMES, TokenizerError, read_object
+from rose.workers.tokenizer import CONFIG_FILE, NAMES, PLAIN_CLASSES, TokenizerError, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 """Name of the template's file. In other folders the template is a field of the tokenizer's configuration."""
 
 BYTE_ORDER_MARK = "\ufeff"
 """Byte order mark, with which some editors begin a file."""
-
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Tokenizer classes of transformers without special tokens other than those that the folder names."""
 
 TURNS = 3
 """Observations of the longest conversation that is looked at."""

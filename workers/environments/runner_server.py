@@ -23,8 +23,7 @@ import numpy  # noqa: F401  tokens are unpacked with it, and a user's folder may
 import structlog
 
 from rose.schemas.errors import ThreadRefused, UsageError, describe_error
-from rose.topics.processes import set_process_name, start_thread
-from rose.topics.streams import unread_stream
+from rose.topics.processes import set_process_name, start_thread, unread_stream
 from rose.workers.environments.jobs import (
     JOBS,
     EnvironmentFailure,

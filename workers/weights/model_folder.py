@@ -69,6 +69,9 @@ SIZES = (
 """Sizes in config.json. Some types of models give a list with one size for each layer, or null."""
 
 
+MASKED = ".masked_bias"
+"""End of the name of a constant that old versions of transformers wrote. In float16 it is not finite."""
+
 VOCABULARY_TENSORS = tuple(
     f"{name}.weight" for name in ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
 )
@@ -88,10 +91,8 @@ class FolderTensor:
     dtype: str
     """Element type, by safetensors' name."""
 
-    @property
-    def travels(self) -> bool:
-        """Whether the tensor is published with each version."""
-        return self.dtype in WEIGHTS
+    travels: bool
+    """Whether the tensor is published with each version."""
 
 
 def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
@@ -235,9 +236,7 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
         try:
             with safe_open(folder / name, framework="np") as opened:
                 slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-                found = {
-                    key: FolderTensor(name, tuple(one.get_shape()), one.get_dtype()) for key, one in slices.items()
-                }
+                found = {key: _tensor(name, key, one) for key, one in slices.items()}
         except (OSError, SafetensorError) as error:
             if _is_pointer(folder / name):
                 raise FolderError(
@@ -264,6 +263,12 @@ def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
                 "processes that trained it"
             )
     return tensors
+
+
+def _tensor(file: str, name: str, header: Any) -> FolderTensor:
+    dtype = header.get_dtype()
+    travels = dtype in WEIGHTS and not name.endswith(MASKED)
+    return FolderTensor(file, tuple(header.get_shape()), dtype, travels)
 
 
 def _is_pointer(file: Path) -> bool:

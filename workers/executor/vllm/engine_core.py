@@ -41,7 +41,7 @@ DIVERGENT_ARCHITECTURES = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
 TRIED_ON_TRANSFORMERS = frozenset(
     {"biogpt", "ctrl", "gemma4_unified_text", "helium", "ministral", "nanochat", "persimmon"}
 )
-"""Model types without a class in vLLM, for which logprobs agree. vLLM runs these types on the classes of transformers
+"""Model types that vLLM does not know, for which logprobs agree. vLLM runs these types on the classes of transformers
 with an attention of its own, which ignores masks that a class computes."""
 
 PATTERN = "*?["
@@ -249,11 +249,12 @@ def _refuse_other_class(config: VllmConfig) -> None:
 
 
 def _refuse_untried(config: VllmConfig) -> None:
-    """Refuse a model type without a class in vLLM, unless the type was tried. Raises EngineStartError."""
+    """Refuse a model type that vLLM does not know, unless the type was tried. Raises EngineStartError."""
     model = config.model_config
-    if model.using_transformers_backend() and (kind := model.hf_config.model_type) not in TRIED_ON_TRANSFORMERS:
+    unknown = model.architectures[0] not in ModelRegistry.get_supported_archs()
+    if unknown and (kind := model.hf_config.model_type) not in TRIED_ON_TRANSFORMERS:
         known = ", ".join(sorted(TRIED_ON_TRANSFORMERS))
-        what = f"vLLM has no class for {kind}, and its replacement may compute other logprobs than transformers"
+        what = f"vLLM does not know {kind}, and its replacement may compute other logprobs than transformers"
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what} (tried: {known})")
 
 
