@@ -103,7 +103,7 @@ def test_layers_that_vllm_fuses_are_trained_and_proven_like_vllm(kind: str, tmp_
     found = logprobs_of(model, row)
     assert (found - unlike).abs().max() > 1e-4, "the layers are not what decides here"
     torch.testing.assert_close(found, logprobs_of(theirs, row), atol=1e-6, rtol=0)
-    token_logprobs(model, torch.tensor([row])).sum().backward()  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+    token_logprobs(model, torch.tensor([row])).sum().backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad.any() for parameter in model.parameters())
     weights = model.state_dict()
     assert weights.keys() == theirs.state_dict().keys()
