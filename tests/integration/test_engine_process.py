@@ -1,5 +1,6 @@
 """The engine process of a dedicated executor gets the settings of the configuration."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.support.policy_folders import new_policy, save_policy
 pytestmark = pytest.mark.slow
 
 START = """
+import json
 import sys
 from pathlib import Path
 from threading import Event
@@ -19,7 +21,7 @@ from rose.schemas.errors import RoseError
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.engine_process import EngineProcess
 
-with EngineProcess(ExecutorConfig(model_folder=Path(sys.argv[1]), vllm=eval(sys.argv[2]))) as engine:
+with EngineProcess(ExecutorConfig(model_folder=Path(sys.argv[1]), vllm=json.loads(sys.argv[2]))) as engine:
     try:
         print(engine.client.wait_until_ready(Event()).kv_bytes_per_token)
     except RoseError as error:
@@ -29,7 +31,7 @@ with EngineProcess(ExecutorConfig(model_folder=Path(sys.argv[1]), vllm=eval(sys.
 
 def started(folder: Path, arguments: dict[str, object]) -> str:
     """Start an engine process in a fresh process, which has no client of a broker. Return the output."""
-    command = [sys.executable, "-c", START, str(folder), repr(arguments)]
+    command = [sys.executable, "-c", START, str(folder), json.dumps(arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
 
 

@@ -109,7 +109,7 @@ def _check_compared(template: str, framing: Framing, render: Render, folder: Pat
         action = "\n".join(["7 and 3", *held, "=12"])
         try:
             second = render(_conversation(OBSERVATIONS[0], action, 2))
-        except TurnFormatError:  # no policy need say what this template refuses
+        except TurnFormatError:  # the template refuses such an action
             continue
         if second != framed_conversation(framing, OBSERVATIONS[0], action, 2):
             raise TurnFormatError(

@@ -9,7 +9,7 @@ from rose.schemas.prompts import MIN_TEMPERATURE
 ISOLATIONS = ("auto", "process", "thread")
 
 LEAST_MEMORY = 2**29
-"""Least limit of a process's memory, in bytes: Python and the tokenizer need about a quarter of it."""
+"""Least limit of a process's memory, in bytes: a process needs memory to start."""
 
 LONGEST_SECONDS = 7 * 86_400.0
 """Upper bound of `step_timeout_seconds` and `turn_patience_seconds`."""
@@ -54,7 +54,7 @@ class EnvironmentConfig:
     is blocked, or to find the environment that ends it."""
     process_memory_bytes: int = 0
     """Most private memory (RLIMIT_DATA) of a process of environments, and of each child process; 0 for no limit. Set it
-    in containers on cgroup v2: if memory runs out there, the kernel ends all processes of the container at once."""
+    in containers with `memory.oom.group`: if memory runs out there, the kernel ends all processes of the container."""
     isolation: str = "auto"
     """Where environments run. `process`: each kind in a process of its own, whose end does not end the worker.
     `thread`: in the worker, which is cheaper. `auto`: your own environments in processes, built-in ones in threads."""

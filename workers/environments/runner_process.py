@@ -4,7 +4,7 @@ Keeps true
 - Nothing that an environment starts outlives its process, and neither outlives the worker, however each of them ends:
   the guard becomes the parent of whatever is left behind, and ends it.
 - The guard ends with the signal or status of the environments' process, which the worker reads.
-- If memory runs out, the kernel kills an environments' process first.
+- If memory runs out, the kernel kills an environments' process first, except in a container with `memory.oom.group`.
 
     worker --(pipe, jobs and answers)--> environments' process
        └──(standard input, never written to)──> guard, the parent of the environments' process

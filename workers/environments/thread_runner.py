@@ -317,7 +317,10 @@ class ThreadRunner:
             made = await self._within(self._limits.timeout_seconds, lambda: self._made(job), job)
             if isinstance(made, BaseException):
                 return None, EnvironmentFailure(_failure(job, made))
-            environment = made
+            if id(made) in self._held:
+                shared = ProtocolViolation("its factory gave an object that another trajectory holds: make a new one")
+                return None, EnvironmentFailure(_failure(job, shared))
+            self._held[id(made)] = environment = made
         own = environment
         done = await self._within(self._limits.timeout_seconds, lambda: self._do(job, own, restore=restore), job)
         if isinstance(done, UsageError) and isinstance(job, ResetJob):
@@ -373,11 +376,7 @@ class ThreadRunner:
             self._integrity.check()
 
     async def _made(self, job: Job) -> Environment:
-        made = self._create(job.environment)
-        if id(made) in self._held:
-            raise RuntimeError("the environment's factory gave an object that another trajectory holds: make a new one")
-        self._held[id(made)] = made
-        return made
+        return self._create(job.environment)
 
     async def _do(self, job: Job, environment: Environment, *, restore: bool) -> ResetResult | StepResult:
         if self._closing:

@@ -91,8 +91,8 @@ class ExecutorConfig:
     """Arguments of the engine by vLLM's names, as `enforce_eager`, `compilation_config`, `attention_backend`,
     `kv_cache_dtype` or `gpu_memory_utilization`. An engine on a CPU is always eager, one on a GPU only if
     `enforce_eager` is true. With `gpu_memory_utilization` vLLM chooses the size of the KV cache. A `kv_cache_dtype` of
-    8 bits moves logprobs by a tenth of a nat and more, which `trainer.max_logprob_difference` must allow. Lenders do
-    not use this table."""
+    8 bits changes logprobs: `trainer.max_logprob_difference` must allow the difference. Lenders do not use this
+    table."""
     drain_before_swap: bool = False
     """Whether running turns end under the version under which they began; new turns then wait until the engine is
     empty. Otherwise running turns continue under the new version, and their spans say from which token on."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rose.workers.weights.model_folder import FolderError, folder_tensors, held_tensors
 
-COMPUTED = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"\bmasked_bias$")
-"""Patterns of tensor names that old versions of transformers wrote and that no version reads; the values follow from
+COMPUTED = r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
+"""Pattern of tensor names that old versions of transformers wrote and that no version reads; the values follow from
 the configuration."""
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -91,7 +91,7 @@ class FolderTensors:
 
     def _without_parameter(self, found: set[str]) -> list[str]:
         """Names of the folder's tensors that the model does not have. Raises FolderError if one is a weight."""
-        patterns = (*COMPUTED, *(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()))
+        patterns = (COMPUTED, *(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()))
         buffers = {self._own_name(name) for name, _ in self._model.named_buffers()}
         missing = [name for name, tensor in self._held.items() if tensor.travels and name not in found]
         for name in missing:

@@ -69,7 +69,7 @@ HEAD_TENSOR = "lm_head.weight"
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 """The tensor that a tied head shares."""
 
-UNTRAINED = "|".join((*COMPUTED, r"\battn\.(attention\.)?bias$"))
+UNTRAINED = rf"{COMPUTED}|\battn\.(attention\.)?bias$"
 """Names of tensors in files of old transformers versions that are not trained; the last pattern matches masks."""
 
 
