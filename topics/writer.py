@@ -191,6 +191,7 @@ class Writer:
     def begin(self) -> None:
         """Begin a transaction. Raises BusError."""
         self._touched_topics.clear()
+        self._failure = None  # of a transaction that was aborted
         self._guarded("beginning a transaction", self._producer.begin_transaction)
 
     def commit(
@@ -396,7 +397,7 @@ class Writer:
             call(*arguments)
         except KafkaException as error:
             refused: KafkaError = error.args[0]
-            if refused.code() == KafkaError._STATE:
+            if refused.code() in (KafkaError._STATE, KafkaError._INCONSISTENT):
                 action += self._failed_delivery()
             raise self._error(action, refused, *sorted(self._touched_topics)) from error
         except HungCall as hung:
@@ -404,7 +405,9 @@ class Writer:
 
     def _failed_delivery(self) -> str:
         """Return the failed delivery after which librdkafka refuses further calls of a transaction; "" if none."""
-        self._producer.poll(0)
+        if self._touched_topics:
+            with suppress(KafkaException):  # a fenced producer raises its error again
+                self._producer.poll(0)
         if self._failure is None:
             return ""
         failure, topic = self._failure

@@ -282,8 +282,9 @@ def check_reading(folder: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     named = read_object(folder / CONFIG_FILE).get("tokenizer_class")
+    reader: Any = PreTrainedTokenizerFast if named in PLAIN_CLASSES else AutoTokenizer
     try:
-        theirs: Any = (PreTrainedTokenizerFast if named in PLAIN_CLASSES else AutoTokenizer).from_pretrained(
+        theirs: Any = reader.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, mistral_format=False
         )
         theirs(PROBES[0])
@@ -295,8 +296,8 @@ def check_reading(folder: Path) -> None:
         ours = tokenizer.encode(text, add_special_tokens=False).ids
         if ours != theirs(text, add_special_tokens=False, verbose=False)["input_ids"]:
             raise TokenizerError(
-                f"{folder}: transformers' AutoTokenizer makes other tokens of {text!r} than {TOKENIZER_FILE} says: if "
-                f"{TOKENIZER_FILE} is right, take the flags (as add_prefix_space, split_special_tokens) out of "
+                f"{folder}: transformers' {reader.__name__} makes other tokens of {text!r} than {TOKENIZER_FILE} says: "
+                f"if {TOKENIZER_FILE} is right, take the flags (as add_prefix_space, split_special_tokens) out of "
                 f"{CONFIG_FILE} and set its tokenizer_class to PreTrainedTokenizerFast; if transformers is right, "
                 "write the files with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which changes the "
                 f"tokens of {TOKENIZER_FILE}, and check again"

@@ -324,6 +324,8 @@ def _from_text(value: Any, origin: str, path: tuple[str, ...]) -> Any:
     if isinstance(value, str):
         value = value.rstrip("\r\n")
     if isinstance(value, str) and (value[:1] in ("[", "{") or path[:2] == ANY_TYPE):
+        if value in ("True", "False"):  # as other settings may be written
+            return value == "True"
         try:
             return json.loads(value, object_pairs_hook=reject_duplicate_keys)
         except json.JSONDecodeError:

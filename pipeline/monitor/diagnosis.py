@@ -33,7 +33,7 @@ STANDSTILL_SECONDS = 120.0
 """A run in which nothing moved for this long is UNWELL, whatever waits for what. Where running work may take
 longer (`Patience`), the limit is that time."""
 
-LEAST_FAILURES = 16
+LEAST_FAILURES = 8
 """Least number of recent failures that is reported, if they are more than half of the recent outcomes."""
 
 RECENT_START_SECONDS = health.RESTART_WINDOW_SECONDS
@@ -261,7 +261,7 @@ def _environments(facts: Facts) -> Iterator[Finding]:
     recent = facts.failures
     if recent.failed >= LEAST_FAILURES and 2 * recent.failed > recent.settled:
         sentence = f"{recent.failed} of the last {recent.settled} trajectories failed: {recent.reason or 'no reason'}"
-        yield Finding(Severity.UNWELL, "environments", sentence)
+        yield Finding(Severity.UNWELL if facts.work_left else Severity.NOTE, "run", sentence)
     yield from _applying(facts)
     yield from _opening(facts)
 

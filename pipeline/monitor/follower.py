@@ -16,7 +16,7 @@ from confluent_kafka import OFFSET_BEGINNING
 from rose.pipeline.monitor.backlog import Backlog
 from rose.pipeline.monitor.broker_probe import BrokerProbeThread, BrokerSnapshot
 from rose.pipeline.monitor.facts import PATIENCE, Facts, Patience
-from rose.pipeline.monitor.run_state import RunState
+from rose.pipeline.monitor.run_state import RECENT_OUTCOMES, RunState
 from rose.schemas.progress import Group, GroupState
 from rose.topics.catalog import (
     COMPLETED,
@@ -268,6 +268,6 @@ def _begin_offset(topic: Topic, low: int, end: int, *, whole: bool, recent: int,
         return end
     if whole:
         return low
-    if topic is OUTCOMES and open_from is not None:
-        return max(low, min(open_from, end))
+    if topic is OUTCOMES:
+        return max(low, min(end if open_from is None else open_from, end - RECENT_OUTCOMES))
     return end

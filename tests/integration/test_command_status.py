@@ -27,6 +27,7 @@ from rose.pipeline.monitor.follower import RunFollower
 from rose.pipeline.monitor.screen import Screen
 from rose.schemas.heartbeats import ExecutorState, Tenant
 from rose.schemas.progress import GroupState
+from rose.schemas.samples import Outcome
 from rose.schemas.weights import SIGNATURE_HEADER, WeightManifest
 from rose.schemas.wire import encode
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
@@ -216,6 +217,19 @@ def test_status_reports_unhealthy_parts_and_exits_with_1(log: Log, capsys: pytes
         "executors: no executor is there",
     ):
         assert words in text
+
+
+def test_status_names_the_reason_of_failed_trajectories_after_all_groups_are_settled(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(4):
+        log.group(f"g{number}", GroupState.SETTLED)
+        for member in range(2):
+            log.outcome(f"g{number}:{member}", Outcome.INFRA_FAILED, reason="KeyError: 'API_KEY'")
+    show_status(common(log.settings), as_json=True)
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    sentence = "8 of the last 8 trajectories failed: KeyError: 'API_KEY'"
+    assert {"severity": "note", "who": "run", "sentence": sentence} in findings
 
 
 @contextmanager

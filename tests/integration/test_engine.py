@@ -429,6 +429,18 @@ def test_cache_of_several_groups_is_counted_once(tmp_path: Path, kind: str, sett
         engine.abort("a")
 
 
+def test_cache_of_layers_with_windows_has_room_for_the_longest_turn(tmp_path: Path) -> None:
+    """vLLM starts if the longest turn fits, although blocks for each of its tokens in each group would not."""
+    layers = {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2, "sliding_window": BLOCK}
+    tiny_policy("gemma3_text", tmp_path, num_hidden_layers=12, max_position_embeddings=2048, **layers)
+    small = {"max_model_len": 2048, "step_tokens": 64, "max_running": 4}
+    with closing(Engine(folder_config(tmp_path, kv_cache_bytes=4 << 20, **small))) as engine:
+        load, cache = engine.load(), engine.cache
+        assert load.kv_bytes_total // load.kv_bytes_per_token >= 2048
+        assert cache.blocks_of(2048) < len(cache.groups) * 2048 // BLOCK
+        assert cache.blocks_of(BLOCK) == len(cache.groups)
+
+
 def test_settings_refused_by_vllm_are_reported_in_one_sentence(tmp_path: Path) -> None:
     folder = save_policy(tmp_path / "good", new_policy(0, tied=True))
     with pytest.raises(EngineStartError, match=r"max seq len"):

@@ -181,6 +181,14 @@ def test_engine_loads_a_folder_by_its_model_type(kind: str, named: str, same: bo
         assert "names the class LlamaForCausalLM and the type qwen2" in refused(tmp_path)
 
 
+@pytest.mark.parametrize(("kind", "named"), [("doge", "TransformersForCausalLM"), ("helium", "LlamaForCausalLM")])
+def test_unknown_type_is_refused_under_the_name_of_a_known_class(kind: str, named: str, tmp_path: Path) -> None:
+    tiny_policy(kind, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [named]}))
+    assert f"vLLM does not know {kind}" in refused(tmp_path)
+
+
 def test_setting_refused_by_vllm_without_a_message_is_named(tmp_path: Path) -> None:
     tiny_policy("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True)
     assert "scale_attn_by_inverse_layer_idx" in refused(tmp_path)

@@ -127,13 +127,14 @@ class Log:
         )
         self.put(SAMPLES, record, key=group_id)
 
-    def outcome(self, name: str, outcome: Outcome = Outcome.TRAINED, *, at: float = 2e9) -> None:
+    def outcome(self, name: str, outcome: Outcome = Outcome.TRAINED, *, at: float = 2e9, reason: str = "") -> None:
         record = SampleOutcome(
             trajectory_id=name,
             group_id=self._of(name)[0],
             outcome=outcome,
             step=1,
             policy_version=1,
+            reason=reason,
             recorded_at=at,
         )
         self.put(OUTCOMES, record, key=name)

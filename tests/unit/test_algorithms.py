@@ -272,6 +272,7 @@ class Own:
             "(0 * batch.logprobs)",
             r"Own\.loss has no finite gradient for .* -0\.5 and 0\.5",
         ),
+        ("batch.logprobs", "(batch.logprobs - batch.logprobs.detach()).sqrt()", r"has no finite gradient for"),
         ("batch.logprobs", "torch.ones(2, 3, requires_grad=True)", "no finite gradient .*: compute `summed` from"),
         ("batch.logprobs", "batch.logprobs.where(~batch.loss_mask, 0.0)", "no finite gradient for sampled tokens"),
         ("batch.advantages *", "batch.advantage *", "does not compute: AttributeError"),

@@ -27,6 +27,15 @@ ANSWER = REASONING.replace("</think>", "<answer>")
 TWO_MARKS = REASONING.replace("'</think>' in content", "'[THINK]' in content and content.endswith('=12')")
 """Templates that leave reasoning out by other marks."""
 
+LAST_LINE = REASONING.replace("'</think>' in content", "content.startswith('FINAL')").replace(
+    ".split('</think>')", ".split('and')"
+)
+SET_ASIDE = "{%- set mark = '[Y]' %}" + REASONING.replace("'</think>'", "mark")
+FILTERED = REASONING.replace("'</think>' in content", "true").replace(
+    "content.split('</think>')[-1]", "(content|replace('[X]', ''))"
+)
+"""Templates that name their marks in other ways."""
+
 CAREFUL = "{%- if '<image>' in messages[-1].content %}{{- raise_exception('no images') }}{%- endif %}"
 CAREFUL += "{%- if messages[1] and messages[1].content.startswith('<tool_response>') %}{%- endif %}" + CHATML
 """The template looks for texts, and changes none of them."""
@@ -126,8 +135,11 @@ def test_own_turn_format_takes_precedence_over_the_template(tmp_path: Path, toke
     ("template", "words"),
     [
         (REASONING, "leaves out the reasoning of earlier turns"),
-        (ANSWER, "actions of earlier turns that contain '<answer>'"),
-        (TWO_MARKS, r"actions of earlier turns that contain .*'\[THINK\]' and '=12'"),
+        (ANSWER, r"changes actions of earlier turns, such as '7 and 3\\n<answer>\\n=12'"),
+        (TWO_MARKS, r"changes actions of earlier turns, such as .*\[THINK\].*</think>"),
+        (LAST_LINE, r"changes actions of earlier turns, such as 'FINAL7 and 3'"),
+        (SET_ASIDE, r"changes actions of earlier turns, such as '7 and 3\\n\[Y\]\\n=12'"),
+        (FILTERED, r"changes actions of earlier turns, such as '7 and 3\\n\[X\]\\n=12'"),
         (LATEST_FIRST, "changes earlier turns"),
         (PLAIN, "ends an assistant's message with no special token"),
         ("{{ raise_exception('system first') }}", "system first"),
@@ -136,7 +148,21 @@ def test_own_turn_format_takes_precedence_over_the_template(tmp_path: Path, toke
         ("{{ ''.__class__.__mro__ }}{{ messages[0].content }}", "template"),
         ("nothing of it", "does not write a user's message"),
     ],
-    ids=["reasoning", "answer", "two marks", "moving", "plain", "raises", "undefined", "broken", "escape", "deaf"],
+    ids=[
+        "reasoning",
+        "answer",
+        "two marks",
+        "start",
+        "variable",
+        "filter",
+        "moving",
+        "plain",
+        "raises",
+        "undefined",
+        "broken",
+        "escape",
+        "deaf",
+    ],
 )
 def test_template_that_is_not_a_turn_format_is_refused_with_the_fix(
     tmp_path: Path, tokenizer: Tokenizer, template: str, words: str

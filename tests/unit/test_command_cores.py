@@ -24,13 +24,14 @@ from rose.pipeline.local.demo import training_prompts
 from rose.pipeline.local.run import lending_server_roles, roles_of
 from rose.pipeline.local.submit import BadPrompts, read_prompts
 from rose.pipeline.local.supervisor import QUICK_SECONDS, restart_backoff
-from rose.pipeline.monitor.run_state import RunState
+from rose.pipeline.monitor.facts import RecentFailures
+from rose.pipeline.monitor.run_state import RECENT_OUTCOMES, RunState
 from rose.pipeline.routing.liveness import FORGET_SECONDS
 from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat, Tenant
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt
-from rose.schemas.samples import Sample, SampleOutcome
+from rose.schemas.samples import Outcome, Sample, SampleOutcome
 from rose.workers.environments.registry import BUILT_IN
 from tests.golden.examples import EXAMPLES
 
@@ -245,6 +246,21 @@ def test_view_forgets_an_executor_after_a_long_silence_among_live_ones(
             "nobody heard is nobody forgotten"
         )
         last = {name: at for name, at in last.items() if name in kept}
+
+
+def test_view_counts_failures_among_its_newest_outcomes() -> None:
+    view = RunState(began=0.0)
+    trained = next(record for record in EXAMPLES if isinstance(record, SampleOutcome))
+    failed = msgspec.structs.replace(trained, outcome=Outcome.INFRA_FAILED, reason="no key")
+    for record in (
+        failed,
+        *[trained] * RECENT_OUTCOMES,
+        failed,
+        msgspec.structs.replace(failed, reason="away"),
+        failed,
+    ):
+        view.on_record(record, 1.0, fresh=False)
+    assert view.failures == RecentFailures(failed=3, settled=RECENT_OUTCOMES, reason="no key")
 
 
 def test_view_keeps_no_samples() -> None:

@@ -204,7 +204,7 @@ def test_arguments_of_vllm_keep_their_types_in_every_source(tmp_path: Path, monk
     expected = {"enforce_eager": False, "block_size": 64, "kv_cache_dtype": "fp8", "compilation_config": {"mode": 3}}
     text = "[executor.vllm]\nenforce_eager = false\nblock_size = 64\nkv_cache_dtype = 'fp8'\n"
     assert load(in_file(tmp_path, text + "compilation_config = {mode = 3}\n")).settings.executor.vllm == expected
-    flags = ["enforce_eager=false", "block_size=64", "kv_cache_dtype=fp8", 'compilation_config={"mode": 3}']
+    flags = ["enforce_eager=False", "block_size=64", "kv_cache_dtype=fp8", 'compilation_config={"mode": 3}']
     config = load(Common(settings=[f"executor.vllm.{each}" for each in flags]))
     assert config.settings.executor.vllm == expected
     assert load(in_file(tmp_path, resolved_toml(config, explained=True))).settings.executor.vllm == expected

@@ -82,7 +82,8 @@ def test_reset_that_exits_fails_alone(folder: Path) -> None:
 @pytest.mark.slow
 def test_environment_that_takes_all_memory_fails_alone(folder: Path) -> None:
     with processes(folder, memory_bytes=LEAST_MEMORY) as stage:
-        found = answers(stage, [step("bad", "all memory"), *(step(name, "go") for name in "abc")])
+        answers(stage, [step("first", "go")])
+        found = answers(stage, [*(step(name, "nap") for name in "ab"), step("bad", "all memory"), step("c", "nap")])
         assert [stepped(found[name]) for name in "abc"] == [b"1"] * 3
         failed = found["bad"]
         assert isinstance(failed, EnvironmentFailure) and "memory" in failed.failure.lower()

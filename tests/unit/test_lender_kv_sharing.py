@@ -19,7 +19,7 @@ class ScriptedTurns(dict[str, list[KVCacheBlock]]):
     """The guest's engine: the blocks of each of its turns."""
 
     version, longest_tokens, steps = 1, 1, 0
-    cache = SimpleNamespace(token_bytes=GUEST_BYTES)
+    cache = SimpleNamespace(blocks_of=lambda tokens: tokens)
 
     def held_turns(self) -> list[HeldTurn]:
         return [HeldTurn(name, held_tokens=len(blocks), most_tokens=1) for name, blocks in self.items()]

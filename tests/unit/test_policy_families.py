@@ -219,14 +219,26 @@ def test_remote_code_of_a_folder_is_neither_run_nor_prompted_for(tmp_path: Path)
     assert os.waitstatus_to_exitcode(status) == 0 and not ran.exists()
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("phi3", False)])
-def test_padding_token_in_a_context_is_trained_as_any_other(tmp_path: Path, kind: str, *, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"tie_word_embeddings": False}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("phi3", {"tie_word_embeddings": False}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 128}),
+    ],
+)
+def test_padding_token_in_a_context_is_trained_as_any_other(
+    tmp_path: Path, kind: str, settings: dict[str, object]
+) -> None:
     gradients = []
     for pad in (None, CONTEXT[0]):
-        tiny_policy(kind, tmp_path, tie_word_embeddings=tied)
+        tiny_policy(kind, tmp_path, **settings)
         config = json.loads((tmp_path / "config.json").read_text()) | {"pad_token_id": pad}
         (tmp_path / "config.json").write_text(json.dumps(config))
         model = load_policy(tmp_path)
         token_logprobs(model, torch.tensor([CONTEXT]))[0, len(CONTEXT) // 2 :].sum().backward()  # type: ignore[no-untyped-call]
-        gradients.append(model.get_input_embeddings().weight.grad)
-    assert torch.equal(*gradients) and gradients[0][CONTEXT[0]].any()
+        found = [each.weight.grad for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+        gradients.append([each for each in found if each is not None])
+    for without, with_padding in zip(*gradients, strict=True):
+        assert torch.equal(without, with_padding) and without[CONTEXT[0]].any()

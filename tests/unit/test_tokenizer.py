@@ -115,9 +115,12 @@ def test_flag_that_only_transformers_applies_is_refused_by_trainer_and_evaluatio
         assert "\n" not in str(refused.value)
 
 
-def test_class_that_reads_the_file_as_it_is_is_not_compared_with_that_of_the_model_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+def test_class_that_reads_the_file_as_it_is_is_not_compared_with_that_of_the_model_type(
+    tmp_path: Path, named: str
+) -> None:
     """AutoTokenizer takes the class of Qwen 2 for every policy of that type, also if its tokenizer is another one."""
-    check_reading(flagged(tmp_path, byte_level(), "qwen2", tokenizer_class="PreTrainedTokenizerFast"))
+    check_reading(flagged(tmp_path, byte_level(), "qwen2", tokenizer_class=named))
 
 
 @pytest.mark.parametrize("flag", [True, False])

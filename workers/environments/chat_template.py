@@ -93,28 +93,30 @@ def read_framing(model_folder: Path, *, marks: Collection[str], named: Mapping[s
         for observation in OBSERVATIONS:
             if not all(_writes(framing, render, observation, action, turns) for turns in range(2, TURNS + 1)):
                 raise _changes(model_folder, action, render(_conversation(observation, action, 2)))
-    _check_compared(template, framing, render, model_folder)
+    _check_constants(template, framing, render, model_folder)
     return framing._replace(trim=_trim(framing, render, model_folder))
 
 
-def _check_compared(template: str, framing: Framing, render: Render, folder: Path) -> None:
-    """Check actions with the texts that the template looks for, such as marks of reasoning other than `<think>`.
+def _check_constants(template: str, framing: Framing, render: Render, folder: Path) -> None:
+    """Check actions with the strings of the template's code, such as marks of reasoning other than `<think>`.
 
     Raises TurnFormatError if the template changes such an action once another turn follows.
     """
-    from rose.workers.environments.template_rendering import compared_texts
+    from rose.workers.environments.template_rendering import string_constants
 
-    texts = [text for text in compared_texts(template) if framing.stop not in text]
-    for held in [*([text] for text in texts), texts]:
-        action = "\n".join(["7 and 3", *held, "=12"])
+    texts = [text for text in string_constants(template) if framing.stop not in text]
+    actions: list[str] = []
+    for text in texts:
+        actions += [f"7 and 3\n{text}\n=12", f"{text.strip()}7 and 3", f"7 and 3{text.strip()}"]
+    for action in [*actions, "\n".join(["7 and 3", *texts, "=12"])]:
         try:
-            second = render(_conversation(OBSERVATIONS[0], action, 2))
+            written = render(_conversation(OBSERVATIONS[0], action, TURNS))
         except TurnFormatError:  # the template refuses such an action
             continue
-        if second != framed_conversation(framing, OBSERVATIONS[0], action, 2):
+        if written != framed_conversation(framing, OBSERVATIONS[0], action, TURNS):
             raise TurnFormatError(
-                f"{folder}: its chat template does not only append (it changes the actions of earlier turns that "
-                f"contain {' and '.join(map(repr, held))}), so a context could not grow by what was sampled: {FIX}"
+                f"{folder}: its chat template does not only append (it changes actions of earlier turns, such as "
+                f"{action!r}), so a context could not grow by what was sampled: {FIX}"
             )
 
 

@@ -68,7 +68,7 @@ LIMITS = {
 
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
-HERE = "."
+ROOT, HERE = "/", "."
 
 POLICY = get_event_loop_policy()
 """The policy chooses the child watcher of every event loop, so an environment must not replace the policy."""
@@ -128,6 +128,8 @@ class ProcessIntegrity:
             return f"closed files of its process ({error.strerror})"
         if files != self._files:
             if files[0] != self._files[0]:
+                return "changed the root folder of its process"
+            if files[1] != self._files[1]:
                 return "changed the working directory of its process (give children `cwd`)"
             return "put something else in place of descriptors 0 to 2"
         if any(getattr(stream, "closed", stream is None) for stream in (sys.stdout, sys.stderr)):
@@ -150,7 +152,7 @@ class ProcessIntegrity:
             return ""
         try:
             left = _threads_and_children() - self._held
-        except OSError as error:  # after chroot, or in a sandbox that the environment has entered
+        except OSError as error:  # in a sandbox that the environment has entered
             return f"made /proc unreadable for its process ({error.strerror})"
         roomless = left > FEW_LEFT and not _starts_threads()
         ended = monotonic()
@@ -164,7 +166,10 @@ class ProcessIntegrity:
 
         Another process may hold them, so all jobs are repeated.
         """
-        self._give_up("could start no further thread or process (pids.max of the container, or ulimit -u)")
+        self._give_up(
+            "could start no further thread or process (pids.max of the container, ulimit -u, "
+            "or environment.process_memory_bytes)"
+        )
 
     def on_memory_refused(self) -> None:
         """Give the process up because an environment's code got no memory. Another environment may hold the memory."""
@@ -245,8 +250,8 @@ async def _nothing(timeout: float | None = None) -> None:
 
 
 def _files() -> list[tuple[int, int]]:
-    """Return device and inode of the working directory and of descriptors 0 to 2. Raises OSError."""
-    found = [_stat(HERE), fstat(0), fstat(1), fstat(2)]
+    """Return device and inode of the root, the working directory and descriptors 0 to 2. Raises OSError."""
+    found = [_stat(ROOT), _stat(HERE), fstat(0), fstat(1), fstat(2)]
     return [(file.st_dev, file.st_ino) for file in found]
 
 

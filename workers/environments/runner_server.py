@@ -163,8 +163,10 @@ class RunnerServer:
 
     def _give_up(self, change: str) -> NoReturn:
         """End this process, so that all jobs that are under way start again in a fresh process."""
-        self._send(msgspec.msgpack.encode(("changed", change)))
-        _exit(0)
+        try:
+            self._send(msgspec.msgpack.encode(("changed", change)))
+        finally:
+            _exit(0)  # also if there is no memory for the message
 
     def _start(self, jobs: list[tuple[str, Any]]) -> None:
         taken: list[Job] = [decode_as(JOBS, name, fields) for name, fields in jobs]

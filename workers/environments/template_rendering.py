@@ -54,15 +54,11 @@ def names_used(template: str) -> set[str]:
     return meta.find_undeclared_variables(environment.parse(template))
 
 
-def compared_texts(template: str) -> list[str]:
-    """Return the strings that a template compares with a text, or passes to a method or filter, in their order.
-
-    Raises jinja2's TemplateError.
-    """
-    found: dict[str, None] = {}
-    for node in _environment().parse(template).find_all((nodes.Compare, nodes.Call, nodes.Filter)):
-        found |= {each.value: None for each in node.find_all(nodes.Const) if isinstance(each.value, str)}
-    return [text for text in found if text.strip()]
+def string_constants(template: str) -> list[str]:
+    """Return the strings in a template's code that are more than white space, once each. Raises TemplateError."""
+    constants = _environment().parse(template).find_all(nodes.Const)
+    texts = dict.fromkeys(each.value for each in constants if isinstance(each.value, str))
+    return [text for text in texts if text.strip()]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import structlog
 
 from rose.schemas.arrays import pack_tokens, unpack_tokens
-from rose.schemas.errors import UsageError, describe_error, is_start_refused, message_of
+from rose.schemas.errors import UsageError, describe_error, is_start_refused, leaves_of, message_of
 from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
     BEATS,
@@ -150,6 +150,7 @@ class ThreadRunner:
         self._loop = asyncio.new_event_loop()
         self._threads = EnvironmentThreadPool()
         self._shared = LoopRepair(self._loop, self._threads, self._make_task)
+        self._loop.set_exception_handler(self._on_loop_error)
         self._loop.call_soon(self._beat)
         self._thread = Thread(target=self.run, name="environments", daemon=True)
         if integrity is None:
@@ -307,6 +308,8 @@ class ThreadRunner:
         """Answer the job of this task if the task ended without an answer."""
         job = self._tasks.pop(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            self._check_refused(error)
         if job is not None and error is not None and not self._closing:
             self._answer(job, EnvironmentFailure(_failure(job, error)))
 
@@ -336,14 +339,29 @@ class ThreadRunner:
                 task.cancel()
                 ended = await _ends(task, CANCEL_SECONDS)
         outcome = task.result() if ended and not task.cancelled() else asyncio.CancelledError()
-        if self._integrity is not None and isinstance(outcome, BaseException):
-            if is_start_refused(outcome):
-                self._integrity.on_start_refused()
-            elif isinstance(outcome, MemoryError) and self._limits.memory_bytes:
-                self._integrity.on_memory_refused()
+        if isinstance(outcome, BaseException):
+            self._check_refused(outcome)
         if isinstance(outcome, BaseException) and not in_time:
             return TimeoutError(f"took longer than {seconds:g} s")
         return outcome
+
+    def _check_refused(self, error: BaseException) -> None:
+        """Give a process of environments up if the error says that its resources are used up.
+
+        The code that gets the error need not be the code that holds the resources.
+        """
+        if self._integrity is None:
+            return
+        if is_start_refused(error):
+            self._integrity.on_start_refused()
+        elif self._limits.memory_bytes and any(isinstance(each, MemoryError) for each in leaves_of(error)):
+            self._integrity.on_memory_refused()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error that no task receives: of a callback, or of a task that nothing awaits."""
+        if (error := context.get("exception")) is not None:
+            self._check_refused(error)
+        loop.default_exception_handler(context)
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, code: Coroutine[Any, Any, T], **options: Any
@@ -437,12 +455,13 @@ class ThreadRunner:
     async def _closed(self, held: list[Environment]) -> str:
         """Close the environment and drop its last reference in a tracked call: a `__del__` may block."""
         environment = held.pop()
-        self._held.pop(id(environment), None)
         try:
             await environment.close()
         except BaseException as error:  # noqa: BLE001 - user code
             end_if_forked(self._pid, error)
             return describe_error(error)
+        finally:
+            self._held.pop(id(environment), None)
         return ""
 
     def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:

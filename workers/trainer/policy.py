@@ -80,8 +80,9 @@ def load_policy(folder: Path) -> Any:
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
     _keep_short_angles(model)
-    if hasattr(embedding := model.get_input_embeddings(), "padding_idx"):
-        embedding.padding_idx = None  # contexts may hold the token, whose row would get no gradient
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # contexts may hold the token, whose row would get no gradient
     replace_unlike_layers(model)
     model.eval()
     _probe_policy(model, folder)

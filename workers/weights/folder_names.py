@@ -3,8 +3,8 @@
 Keeps true
 - Names are those of the folder. transformers renames some tensors on loading, joins those of experts, adds or drops the
   base model's name, and ignores what it computes itself.
-- Every tensor of the folder travels once: trained weights from the model, tied weights under each of their names, and
-  tensors without a parameter in the model as the folder has them.
+- Every tensor of the folder that travels (`FolderTensor.travels`) does so once: trained weights from the model, tied
+  weights under each of their names, and tensors without a parameter in the model as the folder has them.
 - A folder for which this is impossible is refused in the constructor, not when a version is published.
 - No second copy of the model is held: converted tensors are converted back layer by layer, during iteration.
 """

@@ -5,8 +5,8 @@ Keeps true
   reported in one sentence.
 - ROSE, vLLM and transformers read the same files: those that model.safetensors.index.json names, or model.safetensors
   without an index. A folder of which vLLM or transformers would read other files is refused.
-- Tensors of floating point are published. Tensors of integers and booleans, such as masks, are no weights: each process
-  has them in its own folder.
+- Tensors of floating point are published. Tensors of integers and booleans, such as masks, and the constant MASKED are
+  no weights: each process has them in its own folder.
 """
 
 import json

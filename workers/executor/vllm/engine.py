@@ -45,7 +45,6 @@ from rose.workers.executor.vllm.types import (
     SwapRefused,
     block_bytes,
     first_line,
-    token_bytes,
     turn_error,
 )
 from rose.workers.model_config import check_context_length
@@ -74,10 +73,15 @@ class KvCache:
     pool: BlockPool
     block_bytes: int
     """Bytes of one block, summed over the ranks."""
-    token_bytes: int
-    """The most bytes of one token, summed over the ranks."""
+    groups: Sequence[tuple[int, int]]
+    """Tokens of one block and most blocks of one turn, by group of layers. A token takes room in a block of each group;
+    layers with a window keep only the last blocks."""
     address: int | None
     """Address of the cache; None if the cache is in another process."""
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the most blocks that a turn of this length holds."""
+        return sum(min(-(-tokens // size), most) for size, most in self.groups)
 
 
 class Engine:
@@ -119,8 +123,15 @@ class Engine:
         self._unscheduled: deque[_Turn] = deque()
         kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
         begins = self._backend.cache_address(self._core)
-        ranks = self._backend.ranks
-        self.cache = KvCache(kv, pool, ranks * block_bytes(kv), ranks * token_bytes(kv), begins)
+        specs = [group.kv_cache_spec for group in kv.kv_cache_groups]
+        groups = [
+            (spec.block_size, spec.max_memory_usage_bytes(self._core.vllm_config) // spec.page_size_bytes)
+            for spec in specs
+        ]
+        self.cache = KvCache(kv, pool, self._backend.ranks * block_bytes(kv), groups, begins)
+        whole = -(-self.longest_tokens // self._scheduler.block_size) * self._scheduler.block_size
+        self.token_bytes = -(-self.cache.blocks_of(whole) * self.cache.block_bytes // whole)
+        """Bytes of one token of the longest turn. A shorter turn may take more, because windows are full at once."""
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
@@ -301,7 +312,7 @@ class Engine:
             tokens=sum(turn.request.num_tokens for turn in self._turns.values()),
             kv_bytes_total=(cache.config.num_blocks - 1) * cache.block_bytes,  # vLLM reserves one block
             kv_bytes_free=cache.pool.get_num_free_blocks() * cache.block_bytes,
-            kv_bytes_per_token=cache.token_bytes,
+            kv_bytes_per_token=self.token_bytes,
         )
 
     def held_turns(self) -> list[HeldTurn]:

@@ -249,10 +249,15 @@ def _refuse_other_class(config: VllmConfig) -> None:
 
 
 def _refuse_untried(config: VllmConfig) -> None:
-    """Refuse a model type that vLLM does not know, unless the type was tried. Raises EngineStartError."""
-    model = config.model_config
-    unknown = model.architectures[0] not in ModelRegistry.get_supported_archs()
-    if unknown and (kind := model.hf_config.model_type) not in TRIED_ON_TRANSFORMERS:
+    """Refuse a model type that vLLM does not know, unless the type was tried. Raises EngineStartError.
+
+    The class is that of the trainer. A folder may name another class in `architectures`.
+    """
+    model, kind = config.model_config, config.model_config.hf_config.model_type
+    trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, model.architectures[0])
+    if trained not in ModelRegistry.get_supported_archs() and not (
+        kind in TRIED_ON_TRANSFORMERS and model.architectures == [trained]
+    ):
         known = ", ".join(sorted(TRIED_ON_TRANSFORMERS))
         what = f"vLLM does not know {kind}, and its replacement may compute other logprobs than transformers"
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what} (tried: {known})")

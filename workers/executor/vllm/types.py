@@ -119,15 +119,6 @@ def block_bytes(kv_cache: Any) -> int:
     return int(max((tensor.size for tensor in kv_cache.kv_cache_tensors), default=0) // kv_cache.num_blocks)
 
 
-def token_bytes(kv_cache: Any) -> int:
-    """Return the most bytes of one token in one process: a token takes room in a block of each group of layers.
-
-    The groups' blocks have the same bytes and may hold different numbers of tokens.
-    """
-    bytes_of_block = block_bytes(kv_cache)
-    return sum(-(-bytes_of_block // group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups)
-
-
 def turn_error(context: Sequence[int], sampling: Sampling, *, longest_tokens: int, vocabulary: int) -> str | None:
     """Return why an engine cannot run a turn; None if it can. vLLM crashes at a token outside its vocabulary.
 

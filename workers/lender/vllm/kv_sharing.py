@@ -20,6 +20,7 @@ import ctypes
 import mmap
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -371,16 +372,21 @@ class KvSharing:
 
     @property
     def room_tokens(self) -> int:
-        """KV tokens that turns may hold."""
-        return self._budget_blocks * self._guest.block_bytes // self._engine.cache.token_bytes
+        """Tokens of the longest turn that fits in the budget."""
+        lengths = range(1, self._engine.longest_tokens + 1)
+        return bisect_right(lengths, self._budget_blocks, key=self._engine.cache.blocks_of)
 
     @property
     def _exceeds_budget(self) -> bool:
         """Whether turns hold more than the budget, or a turn could never fit in it."""
-        room = self.room_tokens
         return self._guest.used > self._budget_blocks or (
-            self._engine.longest_tokens > room and any(turn.most_tokens > room for turn in self._engine.held_turns())
+            not self._fits(self._engine.longest_tokens)
+            and not all(self._fits(turn.most_tokens) for turn in self._engine.held_turns())
         )
+
+    def _fits(self, tokens: int) -> bool:
+        """Whether a turn of this length fits in the budget."""
+        return self._engine.cache.blocks_of(tokens) <= self._budget_blocks
 
     def take_changed(self) -> bool:
         """Return whether a change must be reported at once, and reset it."""
@@ -413,7 +419,7 @@ class KvSharing:
         if not self._exceeds_budget:
             return
         for turn in sorted(self._engine.held_turns(), key=lambda turn: turn.held_tokens):
-            if turn.most_tokens > self.room_tokens or (turn.held_tokens and self._guest.used > self._budget_blocks):
+            if not self._fits(turn.most_tokens) or (turn.held_tokens and self._guest.used > self._budget_blocks):
                 give_up(turn.key, CUT)
                 self._stats.preempted += 1
 
