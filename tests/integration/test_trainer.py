@@ -280,8 +280,11 @@ def test_checkpoint_of_another_model_is_refused(settings: BusSettings, policy_fo
     shape = Qwen3Config.from_pretrained(policy_folder)
     shape.intermediate_size = 48
     Qwen3ForCausalLM(shape).save_pretrained(other)
-    with pytest.raises(CheckpointRefused, match="other tensors"):
+    with pytest.raises(CheckpointRefused, match="other weights or another"):
         run_trainer(settings, config_of(other, config.run_folder), Event())
+    begun = config_of(other, tmp_path / "begun", begin_from=config.checkpoints, model_id="another")
+    with pytest.raises(CheckpointRefused, match="other tensors"):
+        run_trainer(settings, begun, Event())
 
 
 def test_stopped_trainer_resumes_later(

@@ -10,6 +10,7 @@ Keeps true
 - No second copy of the model is held: converted tensors are converted back layer by layer, during iteration.
 """
 
+import json
 import re
 from collections.abc import Container, Iterator, Mapping
 from itertools import groupby
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rose.workers.weights.model_folder import FolderError, folder_tensors, held_tensors
+from rose.workers.weights.layout import digest_of
+from rose.workers.weights.model_folder import FolderError, folder_tensors, held_tensors, read_config
 
 COMPUTED = r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 """Pattern of tensor names that old versions of transformers wrote and that no version reads; the values follow from
@@ -51,6 +53,8 @@ class FolderTensors:
         }
         refuse_untied(self._model, folder)
         self._refuse_untrained()
+        self.folder_digest = b""
+        """Digest of the folder's weights and configuration; empty before `check_values`."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         gone = set(self._names)
@@ -81,13 +85,17 @@ class FolderTensors:
     def check_values(self) -> None:
         """Check that a model that was just loaded would be published bit for bit as the folder holds it.
 
-        Raises FolderError if it would not.
+        Computes `folder_digest`. Raises FolderError if the model would be published otherwise.
         """
+        digests = {name: _digest(tensor) for name, tensor in self._constants.items()}
         for layer in self._layers():
             for name, held in held_tensors(self.folder, self._held, layer):
                 if not _same_bits(layer[name], held):
                     what = f"what transformers loads from {name} into {self._kind} cannot be put back"
                     raise FolderError(f"{self.folder}: {what}, so no version of it can be published")
+                digests[name] = _digest(held)
+        contents = read_config(self.folder), sorted(digests.items())
+        self.folder_digest = digest_of(json.dumps(contents, sort_keys=True).encode())
 
     def _checked_names(self) -> set[str]:
         """Names of the tensors that the model provides. Raises FolderError if one is ambiguous or has another shape."""
@@ -202,6 +210,11 @@ def layer_of(name: str) -> str:
     parts = name.split(".")
     ends = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[:ends])
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return f"{tensor.dtype} {tuple(tensor.shape)} {digest_of(data).hex()}"
 
 
 def _same_bits(loaded: Tensor, current: Tensor) -> bool:
