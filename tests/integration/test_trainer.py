@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from rose.pipeline.audit import audit_log
 from rose.schemas.arrays import pack_tokens
@@ -248,6 +249,16 @@ def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, policy
     assert (trained, stale) == ({1, 2}, {3, 4})
     digests = result_of(settings).digests
     assert digests[2] == digests[3] == digests[4]
+
+
+@any_broker
+@pytest.mark.parametrize(("versions", "levels"), [(0, ["warning"]), (1, [])])
+def test_staleness_of_no_version_is_warned_of(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, versions: int, levels: list[str]
+) -> None:
+    with capture_logs() as logged:
+        trainer_of(settings, policy_folder, tmp_path / "run", max_staleness=versions).stream.close()
+    assert [line["log_level"] for line in logged if line["event"] == "most_samples_may_be_stale"] == levels
 
 
 def test_new_trainer_fences_the_old_one(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class TrainerConfig:
     total_groups: int = 0
     """Number of groups after which the run ends; 0: never."""
     max_staleness: int = 4
-    """Largest lag, in versions. Samples with tokens of an older policy are not trained on."""
+    """Largest lag, in versions. Samples with tokens of an older policy are not trained on. The least useful value is 1:
+    groups open as a version is published, before executors have the version, so 0 loses their first turns."""
     truncated: str = "train"
     """Treatment of samples that were cut off by `max_turns` or by their context: `train` trains on them with the reward
     that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
