@@ -104,7 +104,7 @@ class TrainerConfig:
             or not self.learning_rate_decay_steps,
             "learning_rate_floor_ratio must be from 0 to 1": 0 <= self.learning_rate_floor_ratio <= 1,
             "clip_low must be from 0 to 1": 0 <= self.clip_low <= 1,
-            f"clip_high must be from 1 to {LARGEST:g}": 1 <= self.clip_high <= LARGEST,
+            f"clip_high must be from 1 to {LARGEST:g}: it is a ratio, 1 + epsilon": 1 <= self.clip_high <= LARGEST,
             f"importance_cap must be above 0 and at most {LARGEST:g}": 0 < self.importance_cap <= LARGEST,
             f"max_logprob_difference must be above 0 and at most {LARGEST:g}": 0
             < self.max_logprob_difference

@@ -36,6 +36,9 @@ from rose.workers.weights.model_folder import (
 REASON_CHARACTERS = 300
 """Most characters of a library's message that are passed on; some messages have pages."""
 
+HEAD = "lm_head.weight"
+"""Name of the tensor that a model with tied weights does not need."""
+
 PROBED = 8
 """Number of tokens that a loaded policy computes for a check."""
 
@@ -76,6 +79,8 @@ def load_policy(folder: Path) -> Any:
     if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
         unknown = sorted(report["unexpected_keys"])[:1]
         held = f"; the files hold {unknown[0]}, which the model does not have" if unknown else ""
+        if HEAD in report["missing_keys"]:
+            held += "; add the tensor, or set tie_word_embeddings to true in config.json"
         raise FolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}{held}")
     _refuse_not_finite(model, folder)
     refuse_untied(model, folder)
