@@ -50,8 +50,13 @@ MEANINGS = {
         "A closed Kafka client stays in memory, because the system starts no further thread.",
         "Raise the limit of processes and threads (pids.max, ulimit -u), or end what holds them.",
     ),
+    "clock_set_back": Meaning(
+        "The clock of this host was set back. Kafka clients of this process may stand still for as long as the step.",
+        "Kill the roles of this host, start them again, and let NTP slew the clock from now on.",
+    ),
     "clock_skew_detected": Meaning(
-        "The clock of an executor differs from the router's clock.", "Synchronize the clocks of both machines (NTP)."
+        "The clock of an executor differs from the router's clock.",
+        "Synchronize the clocks of both machines (NTP); if one is stepped back, restart the roles of its host.",
     ),
     "connection_rejected": Meaning(
         "A process that is no sidecar of this release connected to the server's socket.",
@@ -261,6 +266,7 @@ ROLES = (
     ("workers/environments/", "Environment worker"),
     ("pipeline/routing/", "Router"),
     ("pipeline/control/", "Control app"),
+    ("pipeline/clock.py", "Every role"),
     ("workers/executor/", EXECUTORS),
     ("workers/weights/receive.py", EXECUTORS),
     ("workers/lender/endpoint/", "Lender of an endpoint"),
