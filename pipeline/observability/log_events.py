@@ -104,6 +104,9 @@ MEANINGS = {
     "environment_threads_stuck": Meaning(
         "A process of environments has too many calls that never return, and is replaced.", "Mend the environment."
     ),
+    "environments_loading": Meaning(
+        "The worker imports the environments of its configuration, and joins the others after that."
+    ),
     "environments_not_closed": Meaning(
         "An environment blocked its thread when the worker ended, and was left behind.", "Mend the environment."
     ),
@@ -263,10 +266,10 @@ EXECUTORS, TRAINER = "Executor and lender", "Trainer"
 ROLES = (
     ("topics/", "Every role"),
     ("pipeline/cli/roles.py", "Every role"),
+    ("pipeline/clock.py", "Every role"),
     ("workers/environments/", "Environment worker"),
     ("pipeline/routing/", "Router"),
     ("pipeline/control/", "Control app"),
-    ("pipeline/clock.py", "Every role"),
     ("workers/executor/", EXECUTORS),
     ("workers/weights/receive.py", EXECUTORS),
     ("workers/lender/endpoint/", "Lender of an endpoint"),
