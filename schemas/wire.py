@@ -65,6 +65,11 @@ ESCAPES = re.compile(
 )
 """Matches in JSON: a backslash, a surrogate pair, or (the group) half of a pair."""
 
+MSGPACK_MAPS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
+"""First bytes of a MessagePack map."""
+
+NO_OBJECT = "it does not begin with {: a prompt is one JSON object"
+
 NAME_CHARACTERS = 64
 """Most characters of an unknown name in the sentence that says so."""
 
@@ -131,7 +136,7 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
 def parse_prompt_json(text: bytes) -> Prompt:
     """Return the prompt in a JSON text, which may be longer than the encoded record. Raises RecordError."""
     if text[:1] != b"{":
-        raise RecordError("it does not begin with {: a prompt is one JSON object")
+        raise RecordError(NO_OBJECT)
     return _decoded(Prompt, text)
 
 
@@ -148,9 +153,17 @@ def _decoded(record: type[R], wire: bytes) -> R:
         if record is Prompt:
             _check_duplicate_keys(wire, as_json=as_json)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
-        reason = (as_json and _lone_surrogate(wire)) or error
+        reason = (as_json and _lone_surrogate(wire)) or (record is Prompt and _not_an_object(wire)) or error
         raise RecordError(f"not a {record.SCHEMA}: {reason}") from error
     return decoded
+
+
+def _not_an_object(wire: bytes) -> str | None:
+    """Why bytes hold no prompt that are neither a JSON object nor a MessagePack map; None if they begin as one."""
+    if wire[:1] == b"{" or (wire and wire[0] in MSGPACK_MAPS):
+        return None
+    framed = " (a first byte 00 is the framing of a schema registry's serializer: send the text without it)"
+    return f"{NO_OBJECT}{framed if wire[:1] == bytes(1) else ''}"
 
 
 def _lone_surrogate(text: bytes) -> str | None:

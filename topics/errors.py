@@ -16,6 +16,8 @@ class BrokerUnreachable(RoseError):
     def __init__(
         self, bootstrap: str, detail: str = "", *, advice: str = "start it or correct --bootstrap-server"
     ) -> None:
+        if "://" in bootstrap:
+            advice += " (an address is HOST:PORT; its protocol is -X security.protocol=...)"
         super().__init__(f"no Kafka broker answers at {bootstrap}{f' ({detail})' if detail else ''}: {advice}")
 
 

@@ -234,7 +234,9 @@ def new_client(kind: Callable[..., Client], config: Mapping[str, object], **more
     except KafkaException as error:
         if error.args[0].code() == KafkaError._CRIT_SYS_RESOURCE:
             raise ThreadRefused from None
-        raise UsageError(f"the Kafka client refuses its settings: {error.args[0].str()}") from None
+        reason = error.args[0].str()
+        files = "".join(f" ({name}={config[name]})" for name in config if name.endswith(".location") and name in reason)
+        raise UsageError(f"the Kafka client refuses its settings: {reason}{files}") from None
     except (TypeError, ValueError) as error:
         raise UsageError(f"the Kafka client refuses its settings: {error}") from None
 

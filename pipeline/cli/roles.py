@@ -20,6 +20,7 @@ from threading import Event, Thread
 import numpy  # noqa: F401  tokens are unpacked with numpy; an import later would block the role's loop
 import structlog
 
+from rose.pipeline.clock import log_clock_set_back
 from rose.pipeline.config.load import Config, load
 from rose.pipeline.config.options import Common
 from rose.pipeline.process_setup import TRAINER_LOCK_FILE as TRAINER_LOCK
@@ -31,6 +32,7 @@ from rose.schemas.setting_bounds import is_http_server
 from rose.topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
 from rose.topics.catalog import ROLE_STARTS
 from rose.topics.health import HEALTH, Health
+from rose.topics.processes import start_thread
 from rose.topics.settings import BusSettings
 from rose.topics.tracing import export_traces
 from rose.topics.writer import Writer
@@ -215,13 +217,14 @@ MAX_NAMESAKES = 64
 def announce_starts(settings: BusSettings, role: str, health: Health = HEALTH) -> Iterator[None]:
     """Write a record of this process's start, and of each restart of its loop until the end of the context.
 
-    `role`: name of the process. `health`: reports the restarts.
+    Steps back of the wall clock are logged meanwhile. `role`: name of the process. `health`: reports the restarts.
     """
     stop = Event()
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as instance_socket:
         place = f"{socket.gethostname()}/{_take_instance_number(instance_socket, settings.name(role))}"
         thread = Thread(target=_write_starts, args=(settings, role, place, health, stop), name="telling", daemon=True)
         thread.start()
+        start_thread(log_clock_set_back, stop, name="clock")
         try:
             yield
         finally:

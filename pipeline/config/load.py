@@ -141,7 +141,7 @@ class Config:
         for path in paths:
             if not path.exists():
                 own = ", ".join(self.settings.environment.environments) or "environments"
-                raise UsageError(f"environment.import_paths: {path} is not there to import {own} from")
+                raise UsageError(f"environment.import_paths: {path.absolute()} is not there to import {own} from")
         return [str(path) for path in paths]
 
     def trust(self, settings: BusSettings) -> Trust:

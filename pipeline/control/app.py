@@ -260,7 +260,8 @@ def _context(properties: Mapping[str, str]) -> ssl.SSLContext:
         if certificate:
             context.load_cert_chain(certificate, key, properties.get("ssl.key.password", ""))
     except (OSError, ValueError) as error:  # an SSLError is an OSError
-        raise UsageError(f"ssl.ca or ssl.certificate cannot be used: {error}") from None
+        files = ", ".join(f"{name}={value}" for name, value in properties.items() if name.endswith(".location"))
+        raise UsageError(f"ssl.ca or ssl.certificate cannot be used ({files}): {error}") from None
     if properties.get("enable.ssl.certificate.verification", "true").lower() == "false":
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

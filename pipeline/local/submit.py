@@ -135,8 +135,8 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
                 raise UsageError(f"group_id {prompt.group_id} is that of line {first_seen[prompt.group_id]}")
             if prompt.environment not in environments:
                 raise UsageError(
-                    f"unknown environment {prompt.environment!r}: the workers run {', '.join(environments)}; "
-                    "name your own in environment.environments"
+                    f"unknown environment {prompt.environment!r}: the configuration here names "
+                    f"{', '.join(environments)}; name your own in environment.environments"
                 )
             if reason := sampling_error(prompt.sampling):
                 raise UsageError(reason)
@@ -263,8 +263,11 @@ def _format_error(content: bytes) -> str | None:
             return f"is {kind}: write its prompts as JSON objects, one a line"
     if content.startswith(WIDE) or b"\0" in content[:4]:
         return "is text in UTF-16 or UTF-32: save it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
-    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    text = content.removeprefix(codecs.BOM_UTF8).lstrip()
+    if text.startswith(b"["):
         return "is a JSON array: write its prompts one a line, without commas between them (jq -c '.[]')"
+    if text.partition(b"\n")[0].rstrip() == b"{":
+        return "has prompts of several lines each: write its prompts one a line (jq -c .)"
     return None
 
 

@@ -254,7 +254,9 @@ def _environments(facts: Facts) -> Iterator[Finding]:
         )
         yield Finding(Severity.UNWELL, "environments", sentence)
     if workers == 0 and facts.work_left:
-        yield Finding(Severity.UNWELL, "environments", "no environment worker is there")
+        begun = [each.role for each in facts.role_starts if each.role.startswith("environment-")]
+        loading = f": {', '.join(begun)} started, and may still load environments (see the log)" if begun else ""
+        yield Finding(Severity.UNWELL, "environments", f"no environment worker is there{loading}")
     elif workers and owned is not None and owned < facts.homes:
         sentence = f"{facts.homes - owned} of {facts.homes} homes have no environment worker"
         yield Finding(Severity.UNWELL, "environments", sentence)

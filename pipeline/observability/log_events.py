@@ -50,8 +50,13 @@ MEANINGS = {
         "A closed Kafka client stays in memory, because the system starts no further thread.",
         "Raise the limit of processes and threads (pids.max, ulimit -u), or end what holds them.",
     ),
+    "clock_set_back": Meaning(
+        "The clock of this host was set back. Kafka clients of this process may stand still for as long as the step.",
+        "Kill the roles of this host, start them again, and let NTP slew the clock from now on.",
+    ),
     "clock_skew_detected": Meaning(
-        "The clock of an executor differs from the router's clock.", "Synchronize the clocks of both machines (NTP)."
+        "The clock of an executor differs from the router's clock.",
+        "Synchronize the clocks of both machines (NTP); if one is stepped back, restart the roles of its host.",
     ),
     "connection_rejected": Meaning(
         "A process that is no sidecar of this release connected to the server's socket.",
@@ -98,6 +103,9 @@ MEANINGS = {
     ),
     "environment_threads_stuck": Meaning(
         "A process of environments has too many calls that never return, and is replaced.", "Mend the environment."
+    ),
+    "environments_loading": Meaning(
+        "The worker imports the environments of its configuration, and joins the others after that."
     ),
     "environments_not_closed": Meaning(
         "An environment blocked its thread when the worker ended, and was left behind.", "Mend the environment."
@@ -266,6 +274,7 @@ EXECUTORS, TRAINER = "Executor and lender", "Trainer"
 ROLES = (
     ("topics/", "Every role"),
     ("pipeline/cli/roles.py", "Every role"),
+    ("pipeline/clock.py", "Every role"),
     ("workers/environments/", "Environment worker"),
     ("pipeline/routing/", "Router"),
     ("pipeline/control/", "Control app"),

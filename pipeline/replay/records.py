@@ -195,6 +195,12 @@ CLOCKS_APART_SECONDS = 3600.0
 R = TypeVar("R", bound=Record)
 
 
+class _GroupName(msgspec.Struct):
+    """The field of a prompt that says its group; the other fields may be wrong."""
+
+    group_id: str
+
+
 class UnknownTrajectory(UsageError):
     """The log has no record of this trajectory."""
 
@@ -281,10 +287,9 @@ def find_group(settings: BusSettings, group_id: str) -> GroupFound:
             if begins is not homes:
                 break
 
-    def of_group(letter: DeadLetter) -> bool:
-        return _names(letter.raw.value, group_id) or (letter.raw.key or b"") == group_id.encode()
-
-    dead_letters = tuple(read_dead_letters(settings, PROMPTS, selects=of_group, client_id=CLIENT))
+    dead_letters = tuple(
+        read_dead_letters(settings, PROMPTS, selects=lambda letter: _group_of(letter) == group_id, client_id=CLIENT)
+    )
     prompts.sort(key=lambda found: (found.partition, found.offset))
     open_at_home = sum(group is not None and group.state is GroupState.OPEN for group in groups.values())
     return GroupFound(group_id, home, record, tuple(prompts), dead_letters, open_at_home)
@@ -371,6 +376,15 @@ def _names(value: bytes | None, group_id: str) -> bool:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             value = msgspec.json.encode(msgspec.json.decode(value))
     return group_id.encode() in value
+
+
+def _group_of(letter: DeadLetter) -> str:
+    """Return the group id of a refused prompt: that of its value, or its key if the value cannot be decoded."""
+    value, key = letter.raw.value or b"", letter.raw.key or b""
+    decode_as = msgspec.json.decode if value[:1] == b"{" else msgspec.msgpack.decode
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return decode_as(value, type=_GroupName).group_id
+    return key.decode(errors="surrogateescape")
 
 
 def _decoded(record: type[R], message: KeyedMessage) -> R | None:

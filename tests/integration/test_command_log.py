@@ -11,7 +11,7 @@ from rose.pipeline.audit import audit_log, inspect_log
 from rose.pipeline.cli.dead_letters import DeadLetterRefused, list_dead_letters, retry_dead_letter, show_dead_letter
 from rose.pipeline.cli.replay import print_replay, print_why
 from rose.pipeline.config.options import Common
-from rose.pipeline.replay.records import UnknownTrajectory
+from rose.pipeline.replay.records import UnknownTrajectory, find_group
 from rose.schemas.errors import UsageError
 from rose.schemas.progress import GroupState
 from rose.schemas.prompts import Prompt
@@ -266,6 +266,16 @@ def test_why_reports_a_refused_prompt(log: Log, capsys: pytest.CaptureFixture[st
     log.group("g", GroupState.REFUSED, offset=offset)
     print_why(common(log.settings), "g:1")
     assert "was refused: no such environment" in capsys.readouterr().out
+
+
+def test_why_reports_no_dead_letter_of_another_group(log: Log) -> None:
+    dead_letter(log, "math.10", log.home("math.10"), log.prompt("math.10"))
+    offset = produce(log.settings, b"math.1", key=b"math.1", partition=log.home("math.1"))
+    found = InvalidMessage(PROMPTS, log.home("math.1"), offset, RawMessage(b"math.1", b"math.1"), "no object")
+    log.writer.dead_letter(found, found.reason)
+    log.writer.flush()
+    assert [letter.reason for letter in find_group(log.settings, "math.1").dead_letters] == ["no object"]
+    assert [letter.reason for letter in find_group(log.settings, "math.10").dead_letters] == ["no such environment"]
 
 
 @pytest.fixture

@@ -243,7 +243,15 @@ def test_unopenable_prompts_are_dead_lettered_and_the_worker_continues(
     ]
     for prompt in [first, *bad, msgspec.structs.replace(fourth, max_turns=fourth.max_turns + 1)]:
         executors.submit(prompt, partition=0)
-    reasons = ("unknown environment 'chess'", "unknown environment", "max_operands", "before", "temperature", "top_p")
+    same = "this worker has calculator, frozenlake; all workers of a namespace need the same environment.environments"
+    reasons = (
+        f"unknown environment 'chess': {same}",
+        "unknown environment",
+        "max_operands",
+        "before",
+        "temperature",
+        "top_p",
+    )
     with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 2 * SIZE)
         executors.pump_until(lambda: len(dead_letters(settings)) == len(bad), what="dead letters")

@@ -1,11 +1,15 @@
 """A role that restarts again and again is reported, whichever role it is and whatever stops its work."""
 
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+import structlog
 from confluent_kafka.admin import NewTopic
 
+from rose.pipeline import clock
 from rose.pipeline.audit import inspect_log
 from rose.pipeline.cli import roles as tells
 from rose.pipeline.cli.roles import announce_starts
@@ -77,6 +81,19 @@ def test_missing_topic_of_starts_prevents_no_start_and_no_stop(
         health.report_restart("there are no topics")
     with pytest.raises(TopicMissing):
         role_starts(settings)
+
+
+def test_clock_that_is_set_back_is_logged_once_by_a_role(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "CLOCK_CHECK_SECONDS", 0.01)
+    settings, wall, readings = broker.settings(namespace), time.time, itertools.count()
+    create_topics(settings, PARTITIONS)
+    with structlog.testing.capture_logs() as logs, announce_starts(settings, "router-0", Health()):
+        until(lambda: len(role_starts(settings)) == 1)
+        monkeypatch.setattr(time, "time", lambda: wall() - 60 * (next(readings) > 0))
+        until(lambda: any(each["event"] == "clock_set_back" for each in logs))
+    assert [each["seconds"] for each in logs if each["event"] == "clock_set_back"] == [60.0]
 
 
 def test_log_without_the_topic_of_starts_can_be_observed(broker: AnyBroker, namespace: str) -> None:

@@ -80,6 +80,12 @@ def test_settings_invalid_for_a_client_are_refused_in_one_sentence(properties: d
         Writer(settings, "test", transactional_id="test")
 
 
+def test_unusable_file_of_a_client_is_named_with_its_setting() -> None:
+    properties = {"security.protocol": "ssl", "ssl.ca.location": "/there/is/none", "ssl.key.location": "/other"}
+    with pytest.raises(UsageError, match=r"refuses its settings.*\(ssl\.ca\.location=/there/is/none\)$"):
+        Writer(BusSettings(NOBODY.bootstrap, properties=properties), "test")
+
+
 def test_settings_invalid_for_a_reader_are_refused_in_one_sentence() -> None:
     settings = BusSettings(NOBODY.bootstrap, properties={"receive.message.max.bytes": "1000"})
     with pytest.raises(UsageError, match=r"refuses its settings.*receive\.message"):
@@ -417,6 +423,12 @@ def test_authentication_failure_is_reported_before_any_other_error(
     monkeypatch.setattr(admin, "AdminClient", Refused)
     with pytest.raises(raised, match=why):
         admin.connect(NOBODY)
+
+
+def test_address_with_a_scheme_is_reported_with_the_form_of_an_address() -> None:
+    message = str(BrokerUnreachable("SASL_SSL://b:9093", "No brokers configured"))
+    assert message.endswith(" (an address is HOST:PORT; its protocol is -X security.protocol=...)")
+    assert "HOST:PORT" not in str(BrokerUnreachable("b:9093"))
 
 
 def test_record_refused_for_its_timestamp_is_reported_with_the_fix() -> None:

@@ -65,7 +65,7 @@ def test_every_invalid_line_is_named_with_its_reason(tmp_path: Path) -> None:
         3: (line(group_id="g3", group_size=0), "group_size"),
         4: (line(group_id="g4", groupsize=4), "no field `groupsize`"),
         5: (line(), "is that of line 1"),
-        6: (line(group_id="g6", environment="calculater"), "calculater"),
+        6: (line(group_id="g6", environment="calculater"), "the configuration here names calculator, frozenlake"),
         7: (b'{"group_id": "g7"}', "missing required field"),
         8: (line(group_id="a b"), "group_id"),
         9: (line(group_id="g9", arguments={"text": "x" * 1_000_000}), "over the limit"),
@@ -110,6 +110,8 @@ def test_prompt_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
         (line().decode().encode("utf-16-be"), "UTF-16 or UTF-32: save it in UTF-8"),
         (line().decode().encode("utf-32"), "UTF-16 or UTF-32: save it in UTF-8"),
         (BOM + b"[\n" + line() + b"]", "is a JSON array: write its prompts one a line"),
+        (msgspec.json.format(line(), indent=2), r"has prompts of several lines each: .* \(jq -c \.\)"),
+        (BOM + b"{\r\n" + line()[1:], r"has prompts of several lines each: .* \(jq -c \.\)"),
     ],
 )
 def test_prompt_file_of_another_format_is_refused_in_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:

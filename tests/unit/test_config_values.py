@@ -64,9 +64,10 @@ def test_kafka_property_that_rose_relies_on_may_be_repeated_unchanged() -> None:
     assert load(Common(properties=assignments)).settings.broker.properties["acks"] == "ALL"
 
 
-def test_missing_import_folder_is_named() -> None:
+def test_missing_import_folder_is_named_as_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     config = load(Common(settings=['environment.import_paths=["nowhere"]']))
-    with pytest.raises(UsageError, match=r"import_paths: nowhere is not there"):
+    with pytest.raises(UsageError, match=rf"import_paths: {tmp_path}/nowhere is not there"):
         config.import_paths()
 
 

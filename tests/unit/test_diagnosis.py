@@ -78,6 +78,10 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
         ),
         ({"environment_workers": 0}, "no environment worker is there"),
         (
+            {"environment_workers": 0, "role_starts": (RoleFacts(role="environment-0", times=1),)},
+            "no environment worker is there: environment-0 started, and may still load environments (see the log)",
+        ),
+        (
             {"foreign_clients": ("my-etl",)},
             "the consumer group of the environment workers has members that are other programs and take homes: "
             "my-etl; give them another group.id",

@@ -6,6 +6,7 @@ import json
 import math
 from fractions import Fraction
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,15 @@ def test_failure_names_the_line_of_user_code(tmp_path: Path, action: str, line: 
     number = next(at for at, text in enumerate(lines, 1) if line in text)
     failure = failure_of(model_folder(tmp_path), action)
     assert failure.endswith(f"({HERE}, line {number}, in {function})")
+
+
+def test_compiled_library_is_not_named_as_user_code() -> None:
+    def reported() -> None:
+        FunctionType(compile("raise ValueError", "library/loop.pyx", "exec"), {})()  # as Cython names its files
+
+    with pytest.raises(ValueError) as raised:
+        reported()
+    assert raised_at(raised.value).startswith(f"{HERE}, ") and raised_at(raised.value).endswith("in reported")
 
 
 def test_error_without_user_code_has_no_location() -> None:

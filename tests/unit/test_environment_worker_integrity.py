@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from rose.topics.errors import BrokerUnreachable
+from rose.topics.health import HEALTH
 from rose.topics.settings import BusSettings
 from rose.workers.environments import runner_pool as stage_module
 from rose.workers.environments.config import EnvironmentConfig
@@ -182,12 +184,14 @@ def test_module_that_exits_at_import_is_refused_at_worker_start(
         signal.signal(signal.SIGINT, lambda *_: None),
     )  # the handler of a role, which stops in order
     try:
-        with pytest.raises(UnknownEnvironment) as refused:
+        with pytest.raises(UnknownEnvironment) as refused, structlog.testing.capture_logs() as logs:
             run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
     finally:
         sys.path[:] = before
         signal.signal(signal.SIGINT, handler)
     assert repr(name) in str(refused.value) and says in str(refused.value)
+    assert [each["names"] for each in logs if each["event"] == "environments_loading"] == [[name]]
+    assert HEALTH.status.sentence == f"loads {name}" and not HEALTH.status.ready
 
 
 ENDS = """

@@ -1,5 +1,6 @@
 """The wire format: records round-trip, and invalid bytes are refused."""
 
+import codecs
 import contextlib
 import math
 from typing import Any
@@ -96,6 +97,27 @@ def test_prompt_may_be_json_and_no_other_record_may() -> None:
     assert decode(Prompt, msgspec.json.encode(PROMPT)) == PROMPT
     with pytest.raises(RecordError):
         decode(TurnRequest, msgspec.json.encode(REQUEST))
+
+
+LINE = msgspec.json.encode(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("wire", "says"),
+    [
+        (codecs.BOM_UTF8 + LINE, "is one JSON object$"),
+        (b"  " + LINE, "is one JSON object$"),
+        (b"[" + LINE + b"]", "is one JSON object$"),
+        (msgspec.json.encode(LINE.decode()), "is one JSON object$"),
+        (LINE.decode().encode("utf-16"), "is one JSON object$"),
+        (b'  "group_id": "g",', "is one JSON object$"),
+        (b"", "is one JSON object$"),
+        (b"\0\0\0\0\1" + LINE, "first byte 00 is the framing of a schema registry's serializer"),
+    ],
+)
+def test_prompt_in_a_wrapping_is_refused_with_what_a_prompt_is(wire: bytes, says: str) -> None:
+    with pytest.raises(RecordError, match=r"not a prompt/\d+: it does not begin with \{.*" + says):
+        decode(Prompt, wire)
 
 
 def test_header_that_names_another_record_is_refused() -> None:

@@ -12,6 +12,7 @@ import structlog
 from rose.schemas.errors import UsageError, describe_error
 from rose.schemas.prompts import Sampling
 from rose.topics.admin import connect
+from rose.topics.health import HEALTH, START_SECONDS
 from rose.topics.settings import BusSettings
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.jobs import ResultCallback, Runner, RunnerLimits
@@ -112,6 +113,9 @@ def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event
     configuration that cannot be loaded.
     """
     own = dict.fromkeys(config.environments)
+    if own:
+        log.info("environments_loading", names=[*own])
+        HEALTH.report(f"loads {', '.join(own)}", ready=False, lasts_seconds=START_SECONDS)
     runners = {name: _warm_up(stage, name) for name in own if _in_process(config, name)}
     for name in own:
         if name not in runners:
@@ -132,7 +136,8 @@ def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event
         if name not in BUILT_IN:
             known = ", ".join([*BUILT_IN, *own])
             raise UnknownEnvironment(
-                f"unknown environment {name!r}: this worker runs {known}; name your own in environment.environments"
+                f"unknown environment {name!r}: this worker has {known}; all workers of a namespace need the same "
+                "environment.environments"
             )
         load_environment(name)
 

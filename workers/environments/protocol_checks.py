@@ -150,9 +150,14 @@ def raised_at(error: BaseException) -> str:
     """
     frames = list(_frames(leaves_of(error)[0])) or list(_frames(error))
     own = [(file, where) for file, where in frames if not file.startswith((*LIBRARY, *CALLERS))]
-    users = [where for file, where in own if not file.startswith(INSTALLED)]
-    installed = [where for file, where in frames if file.startswith(INSTALLED) and not file.startswith(CALLERS)]
+    users = [where for file, where in own if not _is_installed(file)]
+    installed = [where for file, where in frames if _is_installed(file) and not file.startswith(CALLERS)]
     return (users or installed or [""])[-1]
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of an installed package. Cython names its sources relative to the folder of their build."""
+    return file.startswith(INSTALLED) or (file.endswith(".pyx") and not Path(file).is_absolute())
 
 
 def _frames(error: BaseException) -> Iterator[tuple[str, str]]:
