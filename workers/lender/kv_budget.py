@@ -19,9 +19,8 @@ Keeps true
   `CACHED_BYTES_PER_HIT` bytes of this cache: the guest does not grow over them. Serving may evict protected bytes, and
   no cut is made to keep them.
 
-On the CPU lent bytes move: each tenant has a pool as large as its most, serving's blocks above `serving` are withheld,
-and pages without a held block go back to the system. Where pools are fixed (`transferable=False`: serving's cache is in
-another process, or on a GPU) a cut would give serving nothing, so the guest keeps its whole pool.
+Where the guest has a view of serving's cache, lent bytes change hands. Where each tenant has a cache of its own
+(`transferable=False`) a cut would give serving nothing, so the guest keeps its whole pool.
 
 Units: bytes, seconds; `now` is of any one clock. Pure.
 
@@ -53,7 +52,7 @@ class KvLimits:
     total_bytes: int
     """KV memory of both tenants."""
     pool_bytes: int
-    """The guest's own pool: the most that the guest can ever hold."""
+    """The most that the guest can ever hold."""
     block_bytes: int
     """Size of one block of the guest; budgets are whole blocks."""
     headroom_bytes: int

@@ -74,7 +74,7 @@ def _patch_cpu_runner(runner: Any) -> None:
         return
     if isinstance(runner.sampler, Sampler):
         runner.sampler.gather_logprobs = sampled_logprobs
-    runner._zero_block_ids = partial(_zero_blocks, runner)
+    runner._zero_block_ids = partial(zero_blocks, runner)
     for layer in runner.get_model().modules():
         if isinstance(layer, SiluAndMul):
             layer._forward_method = _silu_and_mul
@@ -104,7 +104,7 @@ def zero_new_blocks(scheduler: Any) -> None:
             manager._record_new_block_ids = isinstance(manager.kv_cache_spec, AttentionSpec)
 
 
-def _zero_blocks(runner: Any, block_ids: Sequence[int]) -> None:
+def zero_blocks(runner: Any, block_ids: Sequence[int]) -> None:
     """Zero blocks in all layers. vLLM's function omits layers with window attention, and makes a call per block."""
     blocks = torch.tensor(block_ids)
     for layer in runner.compilation_config.static_forward_context.values():
