@@ -127,7 +127,9 @@ MEANINGS = {
         "The gradients of these groups are not finite, and the groups are left out.",
         "If it repeats, lower `trainer.learning_rate`.",
     ),
-    "guest_built": Meaning("The guest engine is built."),
+    "guest_built": Meaning(
+        "The guest engine is built. `kv_cache` is `shared` if the guest's KV cache is a view of serving's, else `own`."
+    ),
     "guest_dropped": Meaning(
         "The guest engine failed and was removed. Serving continues; another guest is built after `retry_seconds`.",
         WATCH,
