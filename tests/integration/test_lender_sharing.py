@@ -5,7 +5,10 @@ The test steps the serving engine, and preempts guest turns as the host would.
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +22,11 @@ from rose.workers.executor.vllm.types import EngineConfig, FinishedTurn
 from rose.workers.lender.config import LendConfig, MemoryConfig
 from rose.workers.lender.vllm.guest_build import build_guest
 from rose.workers.lender.vllm.host_process import globals_for_build
-from rose.workers.lender.vllm.kv_sharing import KvSharing, ServingMemory, guest_pool
+from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory
+from rose.workers.lender.vllm.shared_cache import CacheView
 from tests.support.engine_fixtures import sampled_logprobs, tokens_of
 from tests.support.lender_server_fixtures import MODEL, VOCABULARY
+from tests.support.model_families import tiny_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -118,11 +123,11 @@ def pair() -> Iterator[ServingWithGuest]:
     cache = kv_cache(serving)
     cache.random_()
     before = cache.clone()
-    guest = view_of(memory, config)
+    guest, pool = guest_of(memory, config)
     null_block = block_bytes_of(memory, 0)
     assert torch.equal(cache[~null_block], before[~null_block]), "a build changes no block"
     cache.zero_()
-    sharing = KvSharing(memory, guest, guest_pool(guest), config, shared=True)
+    sharing = KvSharing(memory, guest, pool, config, shared=True)
     yield ServingWithGuest(serving, guest, memory, sharing)
     guest.close()
     serving.close()
@@ -152,15 +157,15 @@ def block_bytes_of(memory: ServingMemory, number: int) -> torch.Tensor:
     return mask
 
 
-def view_of(memory: ServingMemory, config: LendConfig) -> Engine:
-    """Return a guest's engine, whose cache is a view of serving's."""
-    assert memory.view is not None
+def guest_of(memory: ServingMemory, config: LendConfig, *, shares: bool = True) -> tuple[Engine, KvPool]:
+    """Return a guest's engine and its pool. `shares`: whether its cache must be a view of serving's."""
+    view = CacheView(memory.runner)
     swap = globals_for_build()
-    swap.set(gpu_model_runner, "allocate_kv_cache", memory.view.allocate)
+    swap.set(gpu_model_runner, "allocate_kv_cache", view.allocate)
     with swap.as_guest_build():
-        guest, shared = build_guest(config, memory, None, logging.getLogger())
-    assert shared
-    return guest
+        guest, pool, shared = build_guest(config, memory.layout, view, logging.getLogger())
+    assert shared is shares
+    return guest, pool
 
 
 def test_guest_grows_in_pieces_and_allocates_nothing(pair: ServingWithGuest) -> None:
@@ -275,3 +280,52 @@ def test_guest_has_an_own_uncut_pool_if_the_serving_cache_is_elsewhere(pair: Ser
     assert not sharing.can_grow and pair.memory.pool.available == pair.memory.pool.blocks
     sharing.rebalance(None)
     assert pair.sharing._guest.available == 0
+
+
+def test_guest_with_other_layers_writes_within_its_blocks(tmp_path: Path) -> None:
+    """Six layers of the guest share the places of four of serving, whose block holds 96 tokens."""
+    tiny_policy("qwen3", tmp_path, num_hidden_layers=6)
+    large = EngineConfig(model_folder=MODEL, max_model_len=512, kv_cache_bytes=TOTAL, block_tokens=96)
+    sizes: dict[str, Any] = {"socket": "", "max_turns": 4, "max_model_len": 128, "kv_cache_bytes": 24 * MIB}
+    with closing(Engine(large)) as serving:
+        memory, cache = ServingMemory(serving._core), kv_cache(serving)
+        same = LendConfig(model_folder=str(MODEL), dtype="float32", **sizes)
+        first, _ = guest_of(memory, same)
+        first.close()
+        config = LendConfig(model_folder=str(tmp_path), dtype="float32", **sizes)
+        guest, pool = guest_of(memory, config)
+        sharing = KvSharing(memory, guest, pool, config, shared=True)
+        sharing.rebalance(lambda name, reason: None, grow=True)
+        lent = memory.pool.withheld
+        assert lent and guest.cache.block_bytes == memory.pool.block_bytes
+        layers = in_process_worker(guest._core).model_runner.kv_caches
+        assert len(layers) == 6 and guest.cache.groups[0][0] < 96
+        for number in (lent[0], lent[-1]):
+            before = cache.clone()
+            for layer in layers:
+                layer[number] = 1.0
+            changed = cache != before
+            assert changed.any() and not changed[~block_bytes_of(memory, number)].any()
+        sharing.close()
+        assert not memory.pool.withheld
+        guest.close()
+
+
+def test_guest_that_cannot_share_leaves_serving_cache_alone(tmp_path: Path) -> None:
+    """A guest before it shared the cache of the same server."""
+    small = EngineConfig(model_folder=MODEL, dtype="bfloat16", max_model_len=512, kv_cache_bytes=TOTAL)
+    sizes: dict[str, Any] = {"socket": "", "max_turns": 4, "max_model_len": 128, "kv_cache_bytes": 4 * MIB}
+    with closing(Engine(small)) as serving:
+        memory, cache = ServingMemory(serving._core), kv_cache(serving)
+        first, _ = guest_of(memory, LendConfig(model_folder=str(MODEL), dtype="bfloat16", **sizes))
+        first.close()
+        before = cache.clone()
+        config = LendConfig(model_folder=str(MODEL), dtype="float32", **sizes)
+        guest, pool = guest_of(memory, config, shares=False)
+        sharing = KvSharing(memory, guest, pool, config, shared=False)
+        sharing.rebalance(lambda name, reason: None, grow=True)
+        guest.add("turn", prompt(1, 40), Sampling(max_tokens=8, temperature=0.0), policy_version=-1)
+        while len(guest):
+            guest.step()
+        assert torch.equal(cache, before) and not memory.pool.withheld
+        guest.close()

@@ -39,7 +39,7 @@ from tests.support.waiting import WAIT_SECONDS, until
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 QUIET = ServingStats(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 CONFIG = LendConfig(model_folder="", socket="", heartbeat_seconds=0.01)
-SERVING: Any = SimpleNamespace(layout=None, view=None)
+SERVING: Any = SimpleNamespace(layout=None, runner=None)
 """Serving whose cache a guest cannot have a view of."""
 
 LOG = logging.getLogger("guest")
@@ -261,7 +261,7 @@ def test_failed_build_releases_all_ranks(monkeypatch: pytest.MonkeyPatch, fails:
     commands: list[str] = []
     ranks: Any = SimpleNamespace(size=2, call=commands.append)
     with pytest.raises(MemoryError):
-        guest_build.build_guest(CONFIG, SERVING, ranks, LOG)
+        guest_build.build_guest(CONFIG, None, ranks, LOG)
     assert commands == ["release"]
 
 
@@ -274,8 +274,7 @@ def test_engine_whose_memory_cannot_be_shared_is_closed(monkeypatch: pytest.Monk
         return ScriptedSharing()
 
     engine = ScriptedEngine()
-    monkeypatch.setattr(guest_build, "build_guest", lambda *_: (engine, True))
-    monkeypatch.setattr(guest_build, "guest_pool", lambda _: None)
+    monkeypatch.setattr(guest_build, "build_guest", lambda *_: (engine, None, True))
     monkeypatch.setattr(guest_build, "KvSharing", share)
     build = GuestBuild(CONFIG, SERVING, StepCost(**INITIAL_COST), lambda: None, None, LOG)
     built: list[BuiltGuest] = []
@@ -446,7 +445,7 @@ def test_error_during_a_pause_drops_the_guest_after_the_step_and_once(fixture: F
 
     def action() -> None:
         if part == "memory":
-            fixture.sharing.error = OSError("no pages")
+            fixture.sharing.error = MemoryError("no room")
         else:
             RingBuffer(sidecar.channel.commands).write(b"no order")
 
@@ -470,7 +469,7 @@ class NoRoom:
         self._take("fit")
         return SimpleNamespace(allocate_spare=lambda: self._take("spare"))
 
-    shares_cache = False
+    not_shared = ""
 
     def block_bytes(self, _: object) -> int:
         return 64
@@ -497,5 +496,5 @@ def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, mo
     place: Any = NoRoom(fails_at)
     monkeypatch.setattr(guest_build, "GuestBackend", lambda *_: place)
     with pytest.raises(MemoryError, match=fails_at):
-        guest_build.build_guest(LendConfig(model_folder=str(MODEL), socket=""), SERVING, None, LOG)
+        guest_build.build_guest(LendConfig(model_folder=str(MODEL), socket=""), None, None, LOG)
     assert not place.holds

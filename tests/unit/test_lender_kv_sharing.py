@@ -164,6 +164,14 @@ def test_reset_of_serving_cache_leaves_lent_blocks_with_the_guest() -> None:
     sharing_fixture.holds()
 
 
+def test_end_of_a_guest_gives_all_blocks_back() -> None:
+    sharing_fixture = KvSharingFixture()
+    sharing_fixture.look(grow=True)
+    assert sharing_fixture.serving.withheld
+    sharing_fixture.sharing.close()
+    assert sharing_fixture.serving.free == BLOCKS and not sharing_fixture.serving.withheld
+
+
 class TwoTenants(RuleBasedStateMachine):
     """Requests of both tenants begin, grow and end, while the shares change between two steps and within steps."""
 

@@ -17,7 +17,18 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from rose.workers.lender.vllm.shared_cache import BLOCK_STEP, CacheLayout, CacheView, layout_of
+from rose.workers.executor.vllm.types import EngineStartError
+from rose.workers.lender.vllm.shared_cache import (
+    BLOCK_STEP,
+    MOST_BLOCK_TOKENS,
+    CacheLayout,
+    CacheView,
+    NotShared,
+    layout_of,
+)
+
+MUCH = 1 << 20
+"""Tokens of a turn that is longer than any block."""
 
 LAYERS = KVCacheLayout.LBHNC
 BLOCKS = KVCacheLayout.BLHNC
@@ -59,8 +70,9 @@ def guest_views(
     layout = layout_of(serving)
     assert layout is not None
     names = [f"layer {number}" for number in range(layers)]
-    tokens = layout.block_tokens(dict.fromkeys(names, spec(BLOCK_STEP, heads, dtype)))
-    if tokens is None:
+    try:
+        tokens = layout.block_tokens(dict.fromkeys(names, spec(BLOCK_STEP, heads, dtype)), MUCH)
+    except NotShared:
         return None
     each = spec(tokens, heads, dtype)
     tensors = layout.view(names, each.page_size_bytes)
@@ -70,6 +82,7 @@ def guest_views(
     view.share(vllm_config, tokens)
     assert vllm_config.cache_config.block_size == tokens and callable(host._zero_block_ids)
     found = view.allocate(guest, memory.device, LAYERS, [tokens])
+    view.check()
     assert list(found) == names
     return list(found.values())
 
@@ -130,14 +143,32 @@ def test_view_uses_the_most_tokens_that_fit(
     assert found is not None
     one = spec(BLOCK_STEP, guest_heads, dtype)
     names = [str(number) for number in range(guest_layers)]
-    chosen = found.block_tokens(dict.fromkeys(names, one)) or 0
+    try:
+        chosen = found.block_tokens(dict.fromkeys(names, one), MUCH)
+    except NotShared:
+        chosen = 0
     page = one.page_size_bytes // BLOCK_STEP * (chosen + BLOCK_STEP)
-    assert chosen == 256 or -(-guest_layers // found.regions) * page > found.width
+    assert chosen == MOST_BLOCK_TOKENS or -(-guest_layers // found.regions) * page > found.width
 
 
 def test_model_like_serving_gets_whole_blocks() -> None:
     layout = layout_of(config_of(LAYERS, spec(64, 2), 6, 9))
-    assert layout is not None and layout.block_tokens(dict.fromkeys("abcdef", spec(32, 2))) == 64
+    assert layout is not None and layout.block_tokens(dict.fromkeys("abcdef", spec(32, 2)), MUCH) == 64
+
+
+def test_block_is_no_larger_than_the_longest_turn() -> None:
+    layout = layout_of(config_of(LAYERS, spec(512, 2), 6, 9))
+    assert layout is not None
+    tokens = [layout.block_tokens(dict.fromkeys("abcdef", spec(32, 2)), longest) for longest in (1, 32, 33, 100, MUCH)]
+    assert tokens == [32, 32, 64, 128, MOST_BLOCK_TOKENS]
+
+
+def test_refusal_of_a_block_that_does_not_fit_names_the_block_size_that_would() -> None:
+    """The server has blocks of 32 tokens; the guest's numbers are twice as large."""
+    layout = layout_of(config_of(LAYERS, spec(32), 2, 5))
+    assert layout is not None
+    with pytest.raises(NotShared, match="--block-size 2 times as large"):
+        layout.block_tokens(dict.fromkeys("ab", spec(32, dtype=torch.float32)), MUCH)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +207,20 @@ def test_caches_of_several_groups_in_the_same_bytes_have_a_view() -> None:
 )
 def test_guest_with_layers_of_several_kinds_has_no_view(unlike: FullAttentionSpec) -> None:
     layout = layout_of(config_of(LAYERS, spec(64, 4), 4, 5))
-    assert layout is not None and layout.block_tokens({"a": spec(32), "b": unlike}) is None
-    assert layout.block_tokens({}) is None
+    assert layout is not None
+    for layers in ({"a": spec(32), "b": unlike}, {}):
+        with pytest.raises(NotShared, match="several kinds"):
+            layout.block_tokens(layers, MUCH)
+
+
+def test_page_with_padding_has_no_view() -> None:
+    layout = layout_of(config_of(LAYERS, spec(64, 4), 4, 5))
+    padded = FullAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, page_size_padded=1 << 13
+    )
+    assert layout is not None
+    with pytest.raises(NotShared):
+        layout.block_tokens({"a": padded}, MUCH)
 
 
 def test_cache_of_its_own_is_vllms() -> None:
@@ -186,3 +229,27 @@ def test_cache_of_its_own_is_vllms() -> None:
     found = CacheView(host).allocate(config, torch.device("cpu"), LAYERS, [32])
     assert [view.shape for view in found.values()] == [(3, 1, 32, 64)] * 2
     assert found["layer 0"].untyped_storage().nbytes() == config.kv_cache_tensors[0].size
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel_sizes"),
+    [(LAYERS, [16]), (LAYERS, None), (KVCacheLayout.LHBNC, [32])],
+    ids=["split", "unknown", "heads"],
+)
+def test_view_of_blocks_that_the_guest_would_split_is_refused(
+    layout: KVCacheLayout, kernel_sizes: list[int] | None
+) -> None:
+    config = config_of(LAYERS, spec(32), 2, 3)
+    view = CacheView(SimpleNamespace(kv_caches=[torch.zeros(config.kv_cache_tensors[0].size, dtype=torch.int8)]))
+    view.share(SimpleNamespace(cache_config=SimpleNamespace()), 32)
+    with pytest.raises(EngineStartError, match="whole blocks"):
+        view.allocate(config, torch.device("cpu"), layout, kernel_sizes)
+
+
+def test_cache_that_was_made_elsewhere_is_an_error() -> None:
+    """Serving's memory would be lent, and the guest would have memory of its own."""
+    view = CacheView(SimpleNamespace())
+    view.check()
+    view.share(SimpleNamespace(cache_config=SimpleNamespace()), 32)
+    with pytest.raises(EngineStartError, match="another way"):
+        view.check()

@@ -66,7 +66,7 @@ class KvLimits:
 
     def __post_init__(self) -> None:
         if not 0 < self.block_bytes <= self.pool_bytes <= self.total_bytes:
-            raise UsageError("the guest's KV pool holds a block at least, and at most what there is for both tenants")
+            raise UsageError("kv_cache_bytes holds a block at least, and no more than what there is for both tenants")
         if not 0 <= self.headroom_bytes <= self.total_bytes or self.quiet_seconds <= 0:
             raise UsageError("serving's headroom is part of the KV memory, and the quiet time is above 0 s")
 

@@ -123,9 +123,8 @@ class Engine:
             for spec in specs
         ]
         self.cache = KvCache(pool, self._backend.block_bytes(kv), groups)
-        whole = -(-self.longest_tokens // self._scheduler.block_size) * self._scheduler.block_size
-        self.token_bytes = -(-self.cache.blocks_of(whole) * self.cache.block_bytes // whole)
-        """Bytes of one token of the longest turn. A shorter turn may take more, because windows are full at once."""
+        self.token_bytes = -(-self.cache.blocks_of(self.longest_tokens) * self.cache.block_bytes // self.longest_tokens)
+        """Bytes of one token of the longest turn. A shorter turn may take more: its last block, and windows."""
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:

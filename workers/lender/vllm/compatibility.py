@@ -49,6 +49,7 @@ def guest_error(core: Any, *, strict: bool) -> str | None:
         f"the executor {parallel.distributed_executor_backend}": (
             parallel.distributed_executor_backend not in ("uni", "mp")
         ),
+        "vLLM's second model runner": config.use_v2_model_runner,
         "async scheduling with a dial above 0, because the times of overlapping steps are not known "
         "(--no-async-scheduling turns it off)": config.scheduler_config.async_scheduling and not strict,
         "speculative decoding": config.speculative_config is not None,

@@ -20,8 +20,8 @@ from rose.workers.executor.vllm.engine_core import ModelBackend
 from rose.workers.executor.vllm.types import EngineConfig, EngineStartError
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
-from rose.workers.lender.vllm.kv_sharing import KvSharing, ServingMemory, guest_pool
-from rose.workers.lender.vllm.shared_cache import GuestBackend, SharedCacheBackend
+from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory, guest_pool
+from rose.workers.lender.vllm.shared_cache import CacheLayout, CacheView, GuestBackend, SharedCacheBackend
 from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
 
 SIZE_GROWTH = 4
@@ -153,9 +153,10 @@ class GuestBuild:
         self._log = log
         self._began = time.monotonic()
         self._globals = globals_for_build()
-        if serving.view is not None:
-            self._globals.set(gpu_model_runner, "allocate_kv_cache", serving.view.allocate)
-        build = partial(build_guest, config, serving, driver, log)
+        view = None if serving.runner is None else CacheView(serving.runner)
+        if view is not None:
+            self._globals.set(gpu_model_runner, "allocate_kv_cache", view.allocate)
+        build = partial(build_guest, config, serving.layout, driver or view, log)
         self._call = TimeSlicedCall(build, "rose-guest-build")
 
     def resume(self, seconds: float) -> BuiltGuest | None:
@@ -167,10 +168,10 @@ class GuestBuild:
             if not self._call.resume(seconds):
                 return None
         self.is_running = False
-        engine, shared = self._call.result()
+        engine, pool, shared = self._call.result()
         try:
             engine.set_layer_hook(self._layer_hook)
-            sharing = KvSharing(self._serving, engine, guest_pool(engine), self._config, shared=shared)
+            sharing = KvSharing(self._serving, engine, pool, self._config, shared=shared)
         except Exception:
             with self._globals.as_guest():
                 engine.close()
@@ -206,20 +207,22 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Eng
 
 
 def build_guest(
-    config: LendConfig, serving: ServingMemory, driver: TpDriver | None, log: Logger
-) -> tuple[Engine, bool]:
-    """Build the guest's engine, on all ranks of `driver` or in this process without one.
+    config: LendConfig, layout: CacheLayout | None, place: TpDriver | CacheView | None, log: Logger
+) -> tuple[Engine, KvPool, bool]:
+    """Build the guest's engine and its KV pool. Return both, and whether the guest has a view of serving's cache.
 
-    Return the engine, and whether it has a view of serving's cache. Takes seconds. Raises FolderError or
-    EngineStartError.
+    `layout`: that of serving's cache. `place`: the driver of serving's ranks, or the view in this process; None if
+    serving's cache is in another process. Takes seconds. Raises FolderError or EngineStartError.
     """
     backend: SharedCacheBackend = (
-        GuestBackend(serving.layout, serving.view) if driver is None else TpBackend(serving.layout, driver, log)
+        GuestBackend(layout, place) if place is None or isinstance(place, CacheView) else TpBackend(layout, place, log)
     )
     try:
         engine = build_engine(config, backend)
         _check_longest_turn(engine, config.kv_cache_bytes)
-        return engine, backend.shares_cache
+        if (reason := backend.not_shared) is not None:
+            log.warning("rose: guest_cache_not_shared kv_bytes=%d reason=%s", config.kv_cache_bytes, reason)
+        return engine, guest_pool(engine), backend.not_shared is None
     except Exception:
         backend.release()
         raise

@@ -34,7 +34,7 @@ from rose.workers.executor.vllm.engine_core import in_process_worker
 from rose.workers.executor.vllm.types import block_bytes
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
-from rose.workers.lender.vllm.shared_cache import CacheView, layout_of
+from rose.workers.lender.vllm.shared_cache import layout_of
 
 
 class KvPool:
@@ -161,8 +161,8 @@ class ServingMemory:
         self.layout = layout_of(config)
         """Where the blocks of the cache are on each rank; None if a guest cannot have a view of the cache."""
         within = isinstance(core.model_executor, UniProcExecutor)
-        self.view = CacheView(in_process_worker(core).model_runner) if within else None
-        """The guest's view of the cache in this process; None if the cache is in other processes."""
+        self.runner = in_process_worker(core).model_runner if within else None
+        """vLLM's model runner, which has the cache; None if the cache is in other processes."""
         self.pool = KvPool(self._manager.block_pool, ranks * block_bytes(config))
         self._hit_tokens = 0
         self._was_lent: set[int] | None = None

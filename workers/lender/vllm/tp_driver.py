@@ -237,9 +237,10 @@ class TpBackend:
         self._executor: TpExecutor | None = None
 
     @property
-    def shares_cache(self) -> bool:
-        """Whether the guest has a view of serving's cache."""
-        return self._executor is not None and self._executor.shared
+    def not_shared(self) -> str | None:
+        """Why the built guest has a cache of its own; None if it has a view of serving's."""
+        assert self._executor is not None
+        return self._executor.not_shared
 
     def make_executor(self, config: VllmConfig) -> Executor:
         """Return the executor that runs the model on serving's ranks."""
@@ -261,7 +262,7 @@ class TpBackend:
 
     def block_bytes(self, config: KVCacheConfig) -> int:
         """Return the bytes of one block, summed over the ranks: those of serving's block, if the guest has a view."""
-        layout = self._layout if self.shares_cache else None
+        layout = self._layout if self.not_shared is None else None
         return self.ranks * (block_bytes(config) if layout is None else layout.block_bytes)
 
     def release(self) -> None:

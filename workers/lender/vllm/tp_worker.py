@@ -42,8 +42,8 @@ GROUP = "rose_guest"
 rank forever; groups with another name use gloo, which reports a rank that leaves."""
 
 _trim = ctypes.CDLL(None).malloc_trim
-"""Makes the C library return free memory to the system, also between blocks in use. Without it a freed small KV cache
-leaves a gap that other allocations partly fill, and the next cache needs its whole size again."""
+"""Makes the C library return free memory to the system, also between blocks in use. Without it a freed guest
+leaves gaps that other allocations partly fill, and the next guest needs its whole size again."""
 
 _workers: dict[int, "GuestWorker"] = {}
 """Guest workers by the `id()` of serving's worker; a process has one."""
@@ -164,7 +164,8 @@ class GuestWorker:
 
     def patch_model(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Adapt the model after the build of the core. Return the number of parameters on this rank."""
-        assert self._guest is not None
+        assert self._guest is not None and self._view is not None
+        self._view.check()
         patch_runner(self._guest.worker.model_runner)
         self._weights = PolicyWeights(self._guest.worker, folder, shapes)
         return sum(parameter.numel() for parameter in self._guest.worker.get_model().parameters())
