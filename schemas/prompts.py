@@ -120,3 +120,11 @@ def sampling_error(sampling: Sampling | PromptSampling) -> str | None:
     if sampling.top_p is not None and sampling.top_p < 1:
         return f"top_p {sampling.top_p:g} cuts tokens off that the policy may draw: give 1"
     return None
+
+
+def stop_tokens_error(sampling: Sampling | PromptSampling, vocabulary: int) -> str | None:
+    """Return why a model with so many tokens cannot end a turn as these settings say; None if it can."""
+    for token in sampling.stop_token_ids or ():
+        if token >= vocabulary:
+            return f"stop_token_ids: token id {token} is outside the vocabulary of {vocabulary}"
+    return None

@@ -206,7 +206,8 @@ def _check_known(wire: bytes, names_in: Callable[[bytes], dict[str, msgspec.Raw]
     sampling = names_in(bytes(values["sampling"])) if "sampling" in values else {}
     for names, struct in ((values, Prompt), (sampling, PromptSampling)):
         if unknown := sorted(names.keys() - _names[struct]):
-            raise RecordError(f"{struct.__name__} has no field `{unknown[0][:NAME_CHARACTERS]}`")
+            known = ", ".join(struct.__struct_encode_fields__)
+            raise RecordError(f"{struct.__name__} has no field `{unknown[0][:NAME_CHARACTERS]}`, only {known}")
 
 
 def _check_duplicate_keys(wire: bytes, *, as_json: bool) -> None:

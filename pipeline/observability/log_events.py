@@ -173,6 +173,14 @@ MEANINGS = {
     "lending_failed": Meaning("An unexpected error at the start: the server does not lend.", "Report the traceback."),
     "lending_refused": Meaning("The server cannot lend; serving continues.", "Follow `reason`."),
     "load_started": Meaning("The load generator starts to send requests."),
+    "model_folder_not_checked": Meaning(
+        "A checkpoint of an older ROSE does not say with which model folder its run began.",
+        "Check that `model.folder` is the folder that the run began with.",
+    ),
+    "most_samples_may_be_stale": Meaning(
+        "`trainer.max_staleness` is 0, which loses a quarter of the samples or more as `stale`.",
+        "Set `trainer.max_staleness` to 1 or more.",
+    ),
     "move_granted": Meaning("The control app tells a worker to move to another cell."),
     "observation_enabled": Meaning("The server is observed and lends nothing."),
     "offsets_held_back": Meaning(

@@ -1,6 +1,7 @@
 """The engine process of a dedicated executor gets the settings of the configuration."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +30,21 @@ with EngineProcess(ExecutorConfig(model_folder=Path(sys.argv[1]), vllm=json.load
 """
 
 
-def started(folder: Path, arguments: dict[str, object]) -> str:
+def started(folder: Path, arguments: dict[str, object], **variables: str) -> str:
     """Start an engine process in a fresh process, which has no client of a broker. Return the output."""
     command = [sys.executable, "-c", START, str(folder), json.dumps(arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    environment = os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment).stdout
 
 
 def test_arguments_of_the_configuration_reach_vllm(tmp_path: Path) -> None:
     folder = save_policy(tmp_path, new_policy(0, tied=True))
     assert int(started(folder, {})) == 4 * int(started(folder, {"kv_cache_dtype": "fp8"}))
     assert "Unknown attention backend: 'NONE'" in started(folder, {"attention_backend": "NONE"})
+
+
+def test_engine_whose_first_step_fails_names_the_variables_that_are_set(tmp_path: Path) -> None:
+    """vLLM has no such kernels for a CPU."""
+    folder = save_policy(tmp_path, new_policy(0, tied=True))
+    refusal = started(folder, {}, VLLM_BATCH_INVARIANT="1", VLLM_NO_USAGE_STATS="1")
+    assert "vLLM cannot run" in refusal and "(set in the environment: VLLM_BATCH_INVARIANT)" in refusal

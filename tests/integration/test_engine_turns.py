@@ -152,7 +152,7 @@ def test_impossible_turn_is_refused_with_the_reason(engine_fixture: EngineFixtur
         (f"1 to {MAX_MODEL_LEN - 1}", [1] * MAX_MODEL_LEN, {}),
         (f"token id {VOCABULARY} is outside", [1, VOCABULARY], {}),
         ("token id -1 is outside", [1, -1], {}),
-        (f"token id {VOCABULARY} is outside", [1], {"stop_token_ids": (VOCABULARY,)}),
+        (f"stop_token_ids: token id {VOCABULARY} is outside", [1], {"stop_token_ids": (VOCABULARY,)}),
         ("temperature", [1], {"temperature": 5.0}),
         ("temperature", [1], {"temperature": 0.001}),
     ]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from rose.pipeline.audit import audit_log
 from rose.schemas.arrays import pack_tokens
@@ -250,6 +251,16 @@ def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, policy
     assert digests[2] == digests[3] == digests[4]
 
 
+@any_broker
+@pytest.mark.parametrize(("versions", "levels"), [(0, ["warning"]), (1, [])])
+def test_staleness_of_no_version_is_warned_of(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, versions: int, levels: list[str]
+) -> None:
+    with capture_logs() as logged:
+        trainer_of(settings, policy_folder, tmp_path / "run", max_staleness=versions).stream.close()
+    assert [line["log_level"] for line in logged if line["event"] == "most_samples_may_be_stale"] == levels
+
+
 def test_new_trainer_fences_the_old_one(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     old = trainer_of(settings, policy_folder, tmp_path / "old" / "run")
     new = trainer_of(settings, policy_folder, tmp_path / "new" / "run")
@@ -280,8 +291,11 @@ def test_checkpoint_of_another_model_is_refused(settings: BusSettings, policy_fo
     shape = Qwen3Config.from_pretrained(policy_folder)
     shape.intermediate_size = 48
     Qwen3ForCausalLM(shape).save_pretrained(other)
-    with pytest.raises(CheckpointRefused, match="other tensors"):
+    with pytest.raises(CheckpointRefused, match="other weights or another"):
         run_trainer(settings, config_of(other, config.run_folder), Event())
+    begun = config_of(other, tmp_path / "begun", begin_from=config.checkpoints, model_id="another")
+    with pytest.raises(CheckpointRefused, match="other tensors"):
+        run_trainer(settings, begun, Event())
 
 
 def test_stopped_trainer_resumes_later(

@@ -1,5 +1,6 @@
 """A trainer that rolls back: broken and missing checkpoints, numbers never used twice, and other weight transports."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -8,9 +9,11 @@ from threading import Event
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from rose.pipeline.audit import audit_log
+from rose.schemas.errors import UsageError
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Outcome, Sample
 from rose.topics.settings import BusSettings
@@ -191,3 +194,49 @@ def test_checkpoint_missing_on_the_log_resumes_with_another_weight_transport(
     assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
     assert sorted(result.digests) == list(range(STEPS + 1))
     assert audit_log(settings).clean
+
+
+def double_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def raise_the_rope_base(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@any_broker
+@pytest.mark.parametrize("change", [double_a_weight, raise_the_rope_base])
+def test_run_is_not_resumed_with_another_model_folder(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """A copy of the folder is no other folder."""
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
+    before, copied = result_of(settings), tmp_path / "copied"
+    shutil.copytree(policy_folder, copied)
+    run_trainer(settings, config_of(copied, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
+    change(copied)
+    with pytest.raises(UsageError, match=r"copied has other weights or .* set model\.folder .* another run\.name"):
+        run_trainer(settings, config_of(copied, tmp_path / "run"), Event())
+    assert result_of(settings) == before
+
+
+@any_broker
+def test_checkpoint_that_does_not_name_its_model_folder_is_resumed_with_a_warning(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
+) -> None:
+    """As a checkpoint of ROSE 0.2.0. The next checkpoint names the folder."""
+    trainer = Trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=3), WeightsConfig(), Event())
+    trainer.run()
+    versions, learner = trainer.versions, trainer.learner
+    assert versions.progress is not None and versions.progress.folder_digest
+    older = msgspec.structs.replace(versions.progress, folder_digest=b"")
+    versions.checkpoints.save(older, learner.model, learner.optimizer)
+    with capture_logs() as logged:
+        run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
+    (warning,) = [line for line in logged if line["event"] == "model_folder_not_checked"]
+    assert warning["log_level"] == "warning" and warning["folder"] == str(policy_folder)
+    assert next(versions.checkpoints.newest_first()).folder_digest == versions.progress.folder_digest

@@ -215,6 +215,26 @@ def test_template_with_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
         TurnFormat(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("chat_template.json", '{"chat_template": "{{ x }}"}', r"chat_template\.json"),
+        ("processor_config.json", '{"chat_template": "{{ x }}"}', r"processor_config\.json"),
+        ("additional_chat_templates/tools.jinja", "{{ x }}", "additional_chat_templates"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "tools", "template": "{{ x }}"}]}',
+            r"tokenizer_config\.json, in a list without the name default",
+        ),
+    ],
+)
+def test_template_in_another_place_is_named(tmp_path: Path, name: str, content: str, named: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TurnFormatError, match=rf"a template is in {named}: copy it to chat_template\.jinja, or write"):
+        TurnFormat(tmp_path)
+
+
 def test_folder_without_a_turn_format_is_refused_with_the_options(tmp_path: Path) -> None:
     with pytest.raises(TurnFormatError, match=r"neither a chat_template\.jinja nor a turn_format\.json"):
         TurnFormat(tmp_path)

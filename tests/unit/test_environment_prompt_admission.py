@@ -43,7 +43,7 @@ def read(prompt: dict[str, Any]) -> Prompt | None:
 
 def assert_decided(prompt: Prompt) -> str | None:
     """Assert that the prompt is refused, or that all its records are writable."""
-    refusal = admission_error(prompt, RULES, known)
+    refusal = admission_error(prompt, replace(RULES, vocabulary=40), known)
     whole = with_full_sampling(prompt, RULES.sampling)
     if not refusal:
         group = group_record(whole, GroupState.OPEN, offset=2**40, outcomes_from=2**40, now=1e9)
@@ -103,6 +103,10 @@ def test_every_writable_prompt_fits_its_group_record() -> None:
         ({"sampling": PromptSampling(temperature=0)}, "temperature 0"),
         ({"sampling": PromptSampling(top_p=0.9)}, "top_p 0.9"),
         ({"environment": "os:getcwd"}, "unknown environment"),
+        (
+            {"sampling": PromptSampling(stop_token_ids=(39, 40))},
+            "stop_token_ids: token id 40 is outside the vocabulary of 40",
+        ),
     ],
 )
 def test_refused_prompt_has_the_reason(fields: dict[str, Any], reason: str) -> None:

@@ -315,3 +315,91 @@ def test_loaded_tensor_that_cannot_be_exported_is_refused(tmp_path: Path) -> Non
         model.get_parameter("model.norm.weight").mul_(2)
     with pytest.raises(FolderError, match=r"model\.norm\.weight into Qwen3ForCausalLM cannot be put back"):
         FolderTensors(model, tmp_path).check_values()
+
+
+class Adapter(torch.nn.Module):
+    """A linear layer beside a frozen one, with the names that PEFT gives them."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora = torch.nn.Linear(base_layer.in_features, base_layer.out_features, bias=False)
+
+
+def put_adapter_on(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+
+
+def test_tied_head_that_was_trained_apart_is_refused(tmp_path: Path) -> None:
+    """The folder has no head, so a version would be without it."""
+    tiny_policy("qwen3", tmp_path, tie_word_embeddings=True)
+    model = load_policy(tmp_path)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(FolderError, match=r"lm_head\.weight is model\.embed_tokens\.weight, but they differ"):
+        FolderTensors(model, tmp_path)
+
+
+def test_model_of_which_nothing_that_travels_is_trained_is_refused(tmp_path: Path) -> None:
+    tiny_policy("qwen3_moe", tmp_path)
+    model = load_policy(tmp_path).requires_grad_(False)
+    FolderTensors(model, tmp_path)  # nothing is trained, so nothing is lost
+    model.model.value_head = torch.nn.Linear(64, 1)
+    with pytest.raises(FolderError, match=r"such as model\.value_head\.bias: every version would be the same"):
+        FolderTensors(model, tmp_path)
+
+
+@pytest.mark.parametrize("trained", ["embed_tokens.weight", "experts.gate_up_proj"])
+def test_value_head_beside_a_trained_weight_is_left_out(tmp_path: Path, trained: str) -> None:
+    """The model may hold the weight in another form than the folder."""
+    tiny_policy("qwen3_moe", tmp_path)
+    model = load_policy(tmp_path)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(trained))
+    assert any(parameter.requires_grad for parameter in model.parameters())
+    model.model.value_head = torch.nn.Linear(64, 1)
+    assert dict(FolderTensors(model, tmp_path)).keys() == folder_shapes(tmp_path).keys()
+
+
+def wrapped_as_by_ddp(model: Any) -> torch.nn.Module:
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, wrapped_as_by_ddp, lambda model: torch.compile(wrapped_as_by_ddp(model))]
+)
+def test_wrapped_model_is_published_as_the_model_itself(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+    tiny_policy("qwen3", tmp_path)
+    model = load_policy(tmp_path)
+    plain, wrapped = dict(FolderTensors(model, tmp_path)), dict(FolderTensors(wrap(model), tmp_path))
+    assert plain.keys() == wrapped.keys() and all(torch.equal(plain[name], wrapped[name]) for name in plain)
+
+
+def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path)
+    adapted = torch.nn.Module()
+    adapted.base_model = load_policy(tmp_path)
+    with pytest.raises(FolderError, match=r"Module is no transformers\.PreTrainedModel: give the model itself"):
+        FolderTensors(adapted, tmp_path)
+
+
+def test_model_with_an_adapter_on_it_is_refused(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path)
+    model = load_policy(tmp_path)
+    put_adapter_on(model)
+    with pytest.raises(
+        FolderError, match=r"layers\.1\.self_attn\.q_proj\.weight is inside an adapter.*merge"
+    ) as refused:
+        FolderTensors(model, tmp_path)
+    assert "take it out" not in str(refused.value)
+
+
+def test_adapter_put_on_later_publishes_no_version_that_lacks_its_weight(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path)
+    model = load_policy(tmp_path)
+    tensors = FolderTensors(model, tmp_path)
+    put_adapter_on(model)
+    with pytest.raises(FolderError, match=r"layers\.1\.self_attn\.q_proj\.weight is not in .* was an adapter put on"):
+        snapshot_of(tensors, dtype=None, column_parts=1)

@@ -27,6 +27,7 @@ from rose.workers.trainer.learner import make_optimizer
 from rose.workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
 from rose.workers.trainer.step import EngineMismatch, check_engines, dry_run_group, dry_run_policy, train_step
 from rose.workers.weights.model_folder import FolderError
+from tests.support.model_families import tiny_policy
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 STANDARD = TrainerConfig(model_folder=SHIPPED, run_folder=Path("run"))
@@ -326,6 +327,15 @@ def test_weights_that_lack_a_tensor_are_refused_with_its_name(tmp_path: Path) ->
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(FolderError, match=r"do not fit.*model\.norm\.weight"):
         load_policy(folder)
+
+
+def test_missing_head_is_refused_with_the_setting_that_ties_it(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path, tie_word_embeddings=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FolderError, match=r"lm_head\.weight; add the tensor, or set tie_word_embeddings to true"):
+        load_policy(tmp_path)
 
 
 def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ def test_value_out_of_range_is_named(change: dict[str, Any]) -> None:
         config(**change)
 
 
+def test_bound_of_the_ratio_says_what_the_ratio_is() -> None:
+    with pytest.raises(ValueError, match=r"clip_high must be from 1 to 1e\+12: it is a ratio, 1 \+ epsilon"):
+        config(clip_high=0.28)
+
+
 SECTIONS: dict[type, dict[str, Any]] = {
     TrainerConfig: {"model_folder": Path("model"), "run_folder": Path("runs/demo")},
     WeightsConfig: {},

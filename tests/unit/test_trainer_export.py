@@ -3,13 +3,18 @@
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rose.workers.trainer.export import export_policy
+from rose.schemas.errors import UsageError
+from rose.workers.trainer.checkpoint import Checkpoints, Identity, Progress
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.export import export_newest, export_policy
+from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from tests.support.model_families import tiny_policy
@@ -89,3 +94,27 @@ def test_foreign_files_and_links_neither_fail_an_export_nor_are_exported(tmp_pat
     found = {str(path.relative_to(target)) for path in target.rglob("*")}
     assert found == {"config.json", "generation_config.json", "model.safetensors", "merges.txt"}
     assert (target / "merges.txt").read_text() == "blob" and not (target / "merges.txt").is_symlink()
+
+
+def test_checkpoint_is_not_exported_with_the_files_of_another_model_folder(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    tiny_policy("qwen3", first)
+    tiny_policy("qwen3", second, rope_theta=5000.0)
+    config = TrainerConfig(model_folder=first, run_folder=tmp_path / "run")
+    learner, tensors = Learner(config), FolderTensors(load_policy(first), first)
+    tensors.check_values()
+    progress = Progress(
+        identity=Identity(run="run", namespace="", model_id="policy"),
+        version=1,
+        epoch=0,
+        weights_digest=b"",
+        abandoned=(),
+        outcomes=(),
+        step_line=b"",
+        folder_digest=tensors.folder_digest,
+    )
+    Checkpoints(config.checkpoints, None).save(progress, learner.model, learner.optimizer)
+    with pytest.raises(UsageError, match="second has other weights or another config"):
+        export_newest(replace(config, model_folder=second), tmp_path / "newest")
+    assert not (tmp_path / "newest").exists()
+    assert export_newest(config, tmp_path / "newest") == 1

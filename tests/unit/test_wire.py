@@ -109,7 +109,7 @@ def test_header_that_names_another_record_is_refused() -> None:
     ("field", "fields"),
     [
         ("max_turn", {"max_turn": 3}),
-        ("top_k", {"sampling": {"top_k": 5}}),
+        ("top_k`, only temperature, top_p, max_tokens, stop_token_ids, seed", {"sampling": {"top_k": 5}}),
         ("x" * 64 + "`", {"x" * 100_000: 1}),
     ],
 )

@@ -22,6 +22,12 @@ from rose.workers.tokenizer import CONFIG_FILE, NAMES, PLAIN_CLASSES, TokenizerE
 TEMPLATE_FILE = "chat_template.jinja"
 """Name of the template's file. In other folders the template is a field of the tokenizer's configuration."""
 
+OTHER_FILES = ("chat_template.json", "processor_config.json")
+"""Files in which processors of images and text keep a template."""
+
+OTHER_TEMPLATES = "additional_chat_templates"
+"""Folder of the templates that are not the default one."""
+
 BYTE_ORDER_MARK = "\ufeff"
 """Byte order mark, with which some editors begin a file."""
 
@@ -241,6 +247,20 @@ def read_template(folder: Path) -> str | None:
         default = (each for each in found if isinstance(each, dict) and each.get("name") == "default")
         found = next(default, {}).get("template")
     return found if isinstance(found, str) else None
+
+
+def unread_template(folder: Path) -> str | None:
+    """Where the folder has a chat template that `read_template` does not read; None if nowhere.
+
+    Raises TurnFormatError.
+    """
+    for name in OTHER_FILES:
+        if "chat_template" in reading(read_object, folder / name):
+            return name
+    if any((folder / OTHER_TEMPLATES).glob("*.jinja")):
+        return OTHER_TEMPLATES
+    several = isinstance(reading(read_object, folder / CONFIG_FILE).get("chat_template"), list)
+    return f"{CONFIG_FILE}, in a list without the name default" if several else None
 
 
 def reading(read: Callable[Given, Read], *given: Given.args, **named: Given.kwargs) -> Read:

@@ -25,6 +25,7 @@ from rose.workers.environments.trajectory import TrajectoryRules
 from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.environments.worker import EnvironmentWorker
 from rose.workers.import_path import with_import_paths
+from rose.workers.tokenizer import vocabulary_of
 
 EXIT_SECONDS = 5.0
 """Time that the process may take to end after the worker has ended."""
@@ -68,6 +69,7 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
                 sampling=sampling,
                 turn_patience_seconds=config.turn_patience_seconds,
                 max_context_tokens=config.max_context_tokens,
+                vocabulary=vocabulary_of(config.model_folder),
             ),
             window_groups=config.window_groups,
             runners=stage,

@@ -1,7 +1,7 @@
 """Decides which prompts a worker opens, and starts their environments.
 
-Keeps true: a prompt is opened only if its group record can be encoded, its sampling is trainable and the worker has its
-environment.
+Keeps true: a prompt is opened only if its group record can be encoded, its sampling is trainable, the model has its
+stop tokens and the worker has its environment.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.progress import GroupState
-from rose.schemas.prompts import Prompt, sampling_error, trajectory_id
+from rose.schemas.prompts import Prompt, sampling_error, stop_tokens_error, trajectory_id
 from rose.schemas.wire import encode
 from rose.workers.environments.home import Home, PromptDecision
 from rose.workers.environments.jobs import ResetJob
@@ -36,6 +36,8 @@ def admission_error(prompt: Prompt, rules: TrajectoryRules, check_environment: C
     """
     whole = with_full_sampling(prompt, rules.sampling)
     if reason := sampling_error(whole.sampling):
+        return reason
+    if rules.vocabulary is not None and (reason := stop_tokens_error(whole.sampling, rules.vocabulary)):
         return reason
     furthest = group_record(
         whole, GroupState.OPEN, offset=FURTHEST, decided_to=FURTHEST, outcomes_from=FURTHEST, now=0.0

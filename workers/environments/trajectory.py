@@ -55,6 +55,8 @@ class TrajectoryRules:
     """Defaults for sampling settings that a prompt does not set."""
     turn_patience_seconds: float
     max_context_tokens: int
+    vocabulary: int | None = None
+    """Number of tokens of the model; None if it is not known."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -53,6 +53,7 @@ from rose.workers.environments.chat_template import (
     read_framing,
     read_template,
     reading,
+    unread_template,
 )
 from rose.workers.environments.chat_template import TurnFormatError as TurnFormatError
 from rose.workers.tokenizer import (
@@ -118,7 +119,9 @@ class TurnFormat:
             raise TurnFormatError(f"{model_folder.absolute()} is no folder: name the model folder")
         own = (model_folder / FORMAT_FILE).exists()
         if not own and not has_template(model_folder):
-            raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}: {FIX}")
+            found = unread_template(model_folder)
+            copy = f"; a template is in {found}: copy it to {TEMPLATE_FILE}, or {FIX}" if found else f": {FIX}"
+            raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}{copy}")
         self._load(model_folder)
         self._named = reading(read_tokens, model_folder).names
         added = self._tokenizer.get_added_tokens_decoder().items()

@@ -76,12 +76,13 @@ def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
 
 def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
     """Build the engine and tick it forever. Raises EngineStartError or EngineBroken."""
-    import rose.workers.executor.vllm.process_env  # noqa: F401  before vLLM
+    import rose.workers.executor.vllm.process_env  # before vLLM
     from rose.workers.executor.engine_loop import EngineLoop
     from rose.workers.executor.step_cost import INITIAL_COST, StepCost
     from rose.workers.executor.vllm.engine import Engine
-    from rose.workers.executor.vllm.types import EngineConfig
+    from rose.workers.executor.vllm.types import EngineConfig, EngineStartError
 
+    named = rose.workers.executor.vllm.process_env.other_variables()  # vLLM sets more as it starts
     engine = Engine(
         EngineConfig(
             model_folder=config.model_folder,
@@ -94,7 +95,12 @@ def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
         )
     )
     engine.allocate_spare()
-    engine.self_test()
+    try:
+        engine.self_test()
+    except EngineStartError as error:
+        if not named:
+            raise
+        raise EngineStartError(f"{error} (set in the environment: {', '.join(named)})") from error
     reports = MessageSender(RingBuffer(channel.reports))
     loop = EngineLoop(engine, channel, reports, StepCost(**INITIAL_COST), status_seconds=config.heartbeat_seconds)
     wake = select.poll()

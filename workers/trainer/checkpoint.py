@@ -7,6 +7,7 @@ Keeps true
 - The newest two checkpoints are kept.
 - Loading executes nothing: tensors are safetensors, the rest is typed MessagePack.
 - A checkpoint of another run, namespace or model is refused, unless `Checkpoints` is made without an identity.
+- A run goes on with the contents of the model folder that it began with (`check_folder`), wherever the folder lies.
 """
 
 import hashlib
@@ -70,6 +71,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     schedule_steps: int = 0
     """Steps of the run that have applied a gradient: the position in the learning-rate schedule. A checkpoint of ROSE
     0.2.0 does not have the number; its run begins the schedule again."""
+    folder_digest: bytes = b""
+    """Digest of the model folder that the run began with (`FolderTensors`). A checkpoint of ROSE
+    0.2.0 has none."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +188,21 @@ class Checkpoints:
 
     def _tensors_file(self, version: int) -> Path:
         return self.folder / f"step-{version:08d}.safetensors"
+
+
+def check_folder(progress: Progress, digest: bytes, folder: Path) -> None:
+    """Check that a checkpoint's run began with the model folder that has this digest. Raises CheckpointRefused.
+
+    A checkpoint without a digest is accepted with a warning.
+    """
+    if not progress.folder_digest:
+        reason = "the checkpoint does not say with which model folder its run began"
+        log.warning("model_folder_not_checked", folder=str(folder), version=progress.version, reason=reason)
+    elif progress.folder_digest != digest:
+        raise CheckpointRefused(
+            f"{folder} has other weights or another config.json than the folder that the run began with: set "
+            "model.folder to the folder that the run began with, or take another run.name"
+        )
 
 
 class _CorruptCheckpoint(Exception):

@@ -36,7 +36,8 @@ class TrainerConfig:
     total_groups: int = 0
     """Number of groups after which the run ends; 0: never."""
     max_staleness: int = 4
-    """Largest lag, in versions. Samples with tokens of an older policy are not trained on."""
+    """Largest lag, in versions. Samples with tokens of an older policy are not trained on. The least useful value is 1:
+    groups open as a version is published, before executors have the version, so 0 loses their first turns."""
     truncated: str = "train"
     """Treatment of samples that were cut off by `max_turns` or by their context: `train` trains on them with the reward
     that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
@@ -103,7 +104,7 @@ class TrainerConfig:
             or not self.learning_rate_decay_steps,
             "learning_rate_floor_ratio must be from 0 to 1": 0 <= self.learning_rate_floor_ratio <= 1,
             "clip_low must be from 0 to 1": 0 <= self.clip_low <= 1,
-            f"clip_high must be from 1 to {LARGEST:g}": 1 <= self.clip_high <= LARGEST,
+            f"clip_high must be from 1 to {LARGEST:g}: it is a ratio, 1 + epsilon": 1 <= self.clip_high <= LARGEST,
             f"importance_cap must be above 0 and at most {LARGEST:g}": 0 < self.importance_cap <= LARGEST,
             f"max_logprob_difference must be above 0 and at most {LARGEST:g}": 0
             < self.max_logprob_difference

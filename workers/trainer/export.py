@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rose.schemas.errors import UsageError
-from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints
+from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Progress, check_folder
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.learner import make_optimizer
 from rose.workers.trainer.policy import load_policy
@@ -36,7 +36,8 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
     """Export the policy of the run's newest checkpoint to a new folder; returns its version.
 
     The run may go on meanwhile. Raises UsageError if `target` exists, lies in the model folder or has no parent folder,
-    and for a broken model folder; CheckpointRefused if there is no whole checkpoint; OSError.
+    and for a broken model folder; CheckpointRefused if there is no whole checkpoint or if the run began with another
+    model folder; OSError.
     """
     target, source = target.absolute(), config.model_folder.resolve()
     if os.path.lexists(target):
@@ -47,22 +48,25 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
         raise UsageError(f"{target.parent} is no folder: make it, or name another place for the policy")
     checkpoints = Checkpoints(config.checkpoints, None)
     model = load_policy(config.model_folder)
-    version = _restore_newest(checkpoints, model, make_optimizer(model, learning_rate=config.learning_rate))
+    tensors = FolderTensors(model, config.model_folder)
+    tensors.check_values()
+    progress = _restore_newest(checkpoints, model, make_optimizer(model, learning_rate=config.learning_rate))
+    check_folder(progress, tensors.folder_digest, config.model_folder)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as partial:
-        export_policy(FolderTensors(model, config.model_folder), Path(partial) / target.name)
+        export_policy(tensors, Path(partial) / target.name)
         (Path(partial) / target.name).rename(target)
-    return version
+    return progress.version
 
 
-def _restore_newest(checkpoints: Checkpoints, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Restore the newest checkpoint and return its version. A trainer that runs may delete it before it is read."""
+def _restore_newest(checkpoints: Checkpoints, model: Any, optimizer: torch.optim.Optimizer) -> Progress:
+    """Restore the newest checkpoint. A trainer that runs may delete it before it is read."""
     for _ in range(TRIES):
         progress = next(checkpoints.newest_first(), None)
         if progress is None:
             break
         with suppress(FileNotFoundError):
             checkpoints.restore(progress, model, optimizer)
-            return progress.version
+            return progress
     raise CheckpointRefused(f"{checkpoints.folder} has no whole checkpoint: the trainer has not saved a policy yet")
 
 

@@ -71,6 +71,9 @@ class Trainer:
             context_tokens=max_context_tokens(model.config.to_dict()) or MAX_CONTEXT_TOKENS,
             leave_out_truncated=config.truncated == "leave_out",
         )
+        if config.max_staleness == 0:
+            reason = "groups open as a version is published, so that their first turns sample the version before"
+            log.warning("most_samples_may_be_stale", reason=reason, max_staleness=0)
         self._reporter = StepReporter(config.run_folder)
         self.stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
         self.versions = PolicyVersions(settings, config, weights, self.learner, self._tensors, self.stream, stop)

@@ -24,6 +24,7 @@ from rose.schemas.errors import UsageError
 from rose.workers.engine_layers import replace_unlike_layers
 from rose.workers.model_config import CONFIG, SHORT_AND_LONG, match_engine_numerics
 from rose.workers.tokenizer import check_reading
+from rose.workers.weights.folder_names import refuse_untied
 from rose.workers.weights.model_folder import (
     INDEX,
     FolderError,
@@ -34,6 +35,9 @@ from rose.workers.weights.model_folder import (
 
 REASON_CHARACTERS = 300
 """Most characters of a library's message that are passed on; some messages have pages."""
+
+HEAD = "lm_head.weight"
+"""Name of the tensor that a model with tied weights does not need."""
 
 PROBED = 8
 """Number of tokens that a loaded policy computes for a check."""
@@ -75,9 +79,11 @@ def load_policy(folder: Path) -> Any:
     if unfit := sorted([*report["missing_keys"], *unlike])[:3]:
         unknown = sorted(report["unexpected_keys"])[:1]
         held = f"; the files hold {unknown[0]}, which the model does not have" if unknown else ""
+        if HEAD in report["missing_keys"]:
+            held += "; add the tensor, or set tie_word_embeddings to true in config.json"
         raise FolderError(f"{folder}: the weights do not fit config.json, beginning with {', '.join(unfit)}{held}")
     _refuse_not_finite(model, folder)
-    _refuse_untied(model, folder)
+    refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
     _keep_short_angles(model)
     for module in model.modules():
@@ -100,19 +106,6 @@ def _refuse_not_finite(model: Any, folder: Path) -> None:
     for name, tensor in held_tensors(folder, held, held):
         if not tensor.float().isfinite().all():
             raise FolderError(f"{folder}: {name} holds a value that is not finite: begin with another policy")
-
-
-def _refuse_untied(model: Any, folder: Path) -> None:
-    """Refuse tensors that differ although config.json ties them, such as head and embedding. Raises FolderError.
-
-    If the head differs from the embedding, transformers and vLLM 0.32 compute with the head. Programs that follow
-    config.json compute with the embedding, so the exported folder would be two policies.
-    """
-    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(other):
-            raise FolderError(
-                f"{folder}: config.json says that {name} is {other}, but they differ: set tie_word_embeddings to false"
-            )
 
 
 def _probe_policy(model: Any, folder: Path) -> None:

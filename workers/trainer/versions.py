@@ -29,7 +29,7 @@ from rose.schemas.wire import decode, encode
 from rose.topics.health import HEALTH
 from rose.topics.settings import BusSettings
 from rose.workers.trainer import metrics
-from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress
+from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress, check_folder
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.learner import Learner, PolicyRefused
 from rose.workers.trainer.selection import still_relevant
@@ -73,6 +73,11 @@ class PolicyVersions:
         """First and last version of each abandoned range that a sample may still have."""
         self.progress: Progress | None = None
         """Progress of the current version, as saved in its checkpoint."""
+
+    @property
+    def folder_digest(self) -> bytes:
+        """Digest of the model folder, as `FolderTensors` has it."""
+        return self._tensors.folder_digest
 
     def load(self, progress: Progress) -> None:
         """Make the version of one of the run's checkpoints the current one. Raises CheckpointRefused."""
@@ -123,6 +128,7 @@ class PolicyVersions:
             outcomes=tuple(encode(outcome) for outcome in settlement.outcomes),
             step_line=b"" if line is None else encode_line(line),
             schedule_steps=self._learner.schedule_steps,
+            folder_digest=self.folder_digest,
         )
         self.checkpoints.save(self.progress, self._learner.model, self._learner.optimizer)
         if line is not None:
@@ -149,10 +155,12 @@ def resume(config: TrainerConfig, learner: Learner, versions: PolicyVersions, st
 
     Returns the line of the step that made the restored version; None if no step made it.
 
-    Raises CheckpointRefused if the log and the checkpoints are of two runs.
+    Raises CheckpointRefused if the log and the checkpoints are of two runs, or the run began with another model folder.
     """
     newest = versions.publisher.newest
     progress = next((one for one in versions.checkpoints.newest_first() if _may_be_of(one, newest)), None)
+    if progress is not None:
+        check_folder(progress, versions.folder_digest, config.model_folder)
     if progress is None:
         _start_fresh(config, learner, versions, stream)
     elif newest is None and progress.version and stream.fresh:

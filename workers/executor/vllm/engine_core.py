@@ -196,7 +196,7 @@ def hide_llvmlite() -> Iterator[None]:
 def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
     """Return a core that is ready to step. Raises EngineStartError."""
     if config.step_tokens < config.max_running:
-        what = f"step_tokens ({config.step_tokens}) is less than max_running ({config.max_running})"
+        what = f"executor.step_tokens ({config.step_tokens}) is less than executor.max_turns ({config.max_running})"
         raise EngineStartError(f"{what}: a step must hold one token of every running turn")
     if any(letter in PATTERN for letter in str(config.model_folder)):
         what = f"its path has one of the letters {PATTERN}, and vLLM takes it for a pattern"

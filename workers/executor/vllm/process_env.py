@@ -22,6 +22,12 @@ ENVIRONMENT = {
 }
 """Variables that must be set before the import of vLLM and torch."""
 
+
+def other_variables() -> list[str]:
+    """Names of vLLM's variables that are set to other values than these."""
+    return sorted(n for n, value in os.environ.items() if n.startswith("VLLM_") and ENVIRONMENT.get(n) != value)
+
+
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 if "torch" in sys.modules:  # torch has read the variable at its import

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.schemas.prompts import MIN_TEMPERATURE, Sampling
+from rose.schemas.prompts import MIN_TEMPERATURE, Sampling, stop_tokens_error
 from rose.schemas.sampled_tokens import SampledTokens
 from rose.schemas.turns import TurnTimes
 
@@ -126,9 +126,11 @@ def turn_error(context: Sequence[int], sampling: Sampling, *, longest_tokens: in
     """
     if not 0 < len(context) < longest_tokens:
         return f"a context of {len(context)} tokens: 1 to {longest_tokens - 1} can be run"
-    for token in (min(context), max(context), *sampling.stop_token_ids):
+    for token in (min(context), max(context)):
         if not 0 <= token < vocabulary:
             return f"token id {token} is outside the vocabulary of {vocabulary}"
+    if error := stop_tokens_error(sampling, vocabulary):
+        return error
     if 0 < sampling.temperature < MIN_TEMPERATURE:  # vLLM silently raises such a temperature
         return f"temperature {sampling.temperature} is neither 0 nor at least {MIN_TEMPERATURE}"
     return None
