@@ -62,7 +62,7 @@ def _is_stale(card: Card, event: Any, value: int) -> bool:
 def madvise_device(report: Report) -> None:
     """B: decides whether `madvise` on addresses of the GPU fails, does nothing, or frees memory.
 
-    The elastic KV cache of a CPU returns pages with `madvise`.
+    An own KV cache of a guest could give its memory back so.
     """
     card = card_of(report)
     size = card.size(256 << 20, 1 << 20)

@@ -135,7 +135,13 @@ MEANINGS = {
         "The gradients of these groups are not finite, and the groups are left out.",
         "If it repeats, lower `trainer.learning_rate`.",
     ),
-    "guest_built": Meaning("The guest engine is built."),
+    "guest_built": Meaning(
+        "The guest engine is built. `kv_cache` is `shared` if the guest's KV cache is a view of serving's, else `own`."
+    ),
+    "guest_cache_not_shared": Meaning(
+        "The guest has a KV cache of its own, of `kv_bytes`, beside serving's. Serving cannot take these bytes back.",
+        "Check that the server's memory has room for it, or follow `reason`.",
+    ),
     "guest_dropped": Meaning(
         "The guest engine failed and was removed. Serving continues; another guest is built after `retry_seconds`.",
         WATCH,

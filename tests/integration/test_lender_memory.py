@@ -1,4 +1,4 @@
-"""KV memory of a server under a guest: it is lent, taken back in the pass in which serving needs it, and really moves.
+"""KV memory of a server under a guest: blocks are lent, and taken back in the pass in which serving needs them.
 
 All tests share one server of each kind of scheduling and run in file order.
 """
@@ -41,8 +41,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SERVING_BYTES, GUEST_BYTES = 32 << 20, 24 << 20
-BLOCK_TOKENS, GUEST_BLOCK = 32, 32 << 10
-"""Sizes of the shipped policy in bfloat16."""
+BLOCK_TOKENS, GUEST_BLOCK = 64, 64 << 10
+"""Sizes of the shipped policy in bfloat16, in blocks of a server in float32 with 32 tokens a block."""
 
 TURNS, CONTEXT, SAMPLED = 48, 64, 440
 """Turns of the guest, which together fill almost all of its memory. They sample for much longer than their sequential
@@ -152,10 +152,6 @@ def begin(sidecar: ScriptedSidecar, turns: Sequence[Turn], version: int) -> None
         sidecar.take(turn.name, turn.context, sampling, version)
 
 
-def rss(server: Server) -> float:
-    return float(server.core.memory_info().rss / 2**20)
-
-
 def test_guest_grows_into_memory_left_by_serving(server: Server, sidecar: ScriptedSidecar) -> None:
     budget = grown(sidecar)
     assert 0.9 * GUEST_BYTES < budget < GUEST_BYTES
@@ -203,14 +199,11 @@ def test_freeze_ends_with_the_next_version(server: Server, sidecar: ScriptedSide
     assert grown(sidecar) > GUEST_BYTES // 2
 
 
-def test_lent_memory_returns_to_the_system_without_a_borrower(
+def test_serving_answers_as_alone_from_blocks_of_a_guest_whose_sidecar_has_left(
     server: Server, alone: list[Answer], sidecar: ScriptedSidecar
 ) -> None:
     fill(sidecar, 1, "left")
-    before = rss(server)
     sidecar.end.close()
-    until(lambda: rss(server) < before - 8)
-    tell(f"resident: {before:.0f} MiB with a guest at work, {rss(server):.0f} MiB after", [])
     assert [server.complete(prompt(number)).text for number in range(3)] == [answer.text for answer in alone]
     other = ScriptedSidecar(server.config)
     sidecar.end, sidecar.commands, sidecar.reports, sidecar.received = (
@@ -224,7 +217,6 @@ def test_lent_memory_returns_to_the_system_without_a_borrower(
 
 def test_serving_gets_all_lent_memory_at_once(server: Server, sidecar: ScriptedSidecar) -> None:
     fill(sidecar, 1, "all")
-    filled = rss(server)
     answers: list[Answer] = []
     client = threading.Thread(target=lambda: answers.extend(burst(server, 40, 300)))
     client.start()
@@ -237,7 +229,7 @@ def test_serving_gets_all_lent_memory_at_once(server: Server, sidecar: ScriptedS
     )
     sidecar.wait_for_reports(EngineStatus, len(at_once) + 3)
     assert lent(sidecar)[-1].budget_bytes == 0
-    tell(f"resident: {filled:.0f} MiB before the burst, {rss(server):.0f} after it", lent(sidecar))
+    tell("a burst took all memory back", lent(sidecar))
 
 
 def test_turn_that_can_never_fit_returns_at_once(sidecar: ScriptedSidecar) -> None:

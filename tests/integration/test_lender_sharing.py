@@ -1,28 +1,41 @@
-"""Two real engines over one KV budget, without a server: serving never waits, and no byte has two owners.
+"""Two real engines over one KV memory, without a server: serving never waits, and no block has two owners.
 
 The test steps the serving engine, and preempts guest turns as the host would.
 """
 
+import logging
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-import psutil
+import numpy as np
 import pytest
+import torch
+from vllm.v1.worker import gpu_model_runner
 
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.vllm.engine import Engine
+from rose.workers.executor.vllm.engine_core import in_process_worker
 from rose.workers.executor.vllm.types import EngineConfig, FinishedTurn
 from rose.workers.lender.config import LendConfig, MemoryConfig
-from rose.workers.lender.vllm.guest_build import build_engine
-from rose.workers.lender.vllm.kv_sharing import KvSharing, ServingMemory, guest_pool
-from tests.support.engine_fixtures import tokens_of
+from rose.workers.lender.vllm.guest_build import build_guest
+from rose.workers.lender.vllm.host_process import globals_for_build
+from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory
+from rose.workers.lender.vllm.shared_cache import CacheView
+from tests.support.engine_fixtures import sampled_logprobs, tokens_of
 from tests.support.lender_server_fixtures import MODEL, VOCABULARY
+from tests.support.model_families import tiny_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 TOTAL = 32 * MIB
 """Memory of serving, less one block that vLLM keeps."""
+
+BLOCK, TOKENS = 64 << 10, 64
+"""Bytes of a block, and tokens of the guest in a block: serving's numbers have twice the size."""
 
 TURNS, CONTEXT, SAMPLED = 48, 256, 200
 
@@ -48,8 +61,8 @@ class ServingWithGuest:
         self.sharing.rebalance(self.preempt, grow=grow)
         self.changes += self.sharing.take_changed()
         pool, guest = self.memory.pool, self.sharing._guest
-        lent = guest.available * guest.block_bytes
-        assert pool.available * pool.block_bytes + lent <= pool.blocks * pool.block_bytes
+        lent, withheld = set(pool.withheld), set(guest.withheld)
+        assert not lent & withheld and len(lent) + len(withheld) == pool.blocks == guest.blocks
         assert guest.used * guest.block_bytes <= self.sharing._shares.budget_bytes
 
     def passes(self, count: int = 1) -> list[FinishedTurn]:
@@ -95,6 +108,7 @@ def pair() -> Iterator[ServingWithGuest]:
     serving = Engine(
         EngineConfig(model_folder=MODEL, max_model_len=512, max_running=64, kv_cache_bytes=TOTAL, step_tokens=32_768)
     )
+    zero_no_blocks(serving)
     config = LendConfig(
         model_folder=str(MODEL),
         socket="",
@@ -105,28 +119,64 @@ def pair() -> Iterator[ServingWithGuest]:
         step_tokens=1024,
         memory=MemoryConfig(quiet_seconds=3600.0),
     )
-    guest = build_engine(config)
     memory = ServingMemory(serving._core)
-    yield ServingWithGuest(serving, guest, memory, KvSharing(memory, guest, guest_pool(guest), config))
+    cache = kv_cache(serving)
+    cache.random_()
+    before = cache.clone()
+    guest, pool = guest_of(memory, config)
+    null_block = block_bytes_of(memory, 0)
+    assert torch.equal(cache[~null_block], before[~null_block]), "a build changes no block"
+    cache.zero_()
+    sharing = KvSharing(memory, guest, pool, config, shared=True)
+    yield ServingWithGuest(serving, guest, memory, sharing)
     guest.close()
     serving.close()
 
 
-def resident() -> float:
-    return float(psutil.Process().memory_info().rss / MIB)
+def zero_no_blocks(engine: Engine) -> None:
+    """Make the scheduler of one of ROSE's engines like that of a server."""
+    engine._scheduler.needs_kv_cache_zeroing = False
+    for manager in engine._scheduler.kv_cache_manager.coordinator.single_type_managers:
+        manager._record_new_block_ids = False
 
 
-def test_guest_grows_in_pieces_and_serving_returns_its_pages_to_the_system(pair: ServingWithGuest) -> None:
-    before = resident()
-    assert pair.memory.transferable
+def kv_cache(engine: Engine) -> torch.Tensor:
+    """Return the bytes of an engine's KV cache."""
+    storage = in_process_worker(engine._core).model_runner.kv_caches[0].untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def block_bytes_of(memory: ServingMemory, number: int) -> torch.Tensor:
+    """Return which bytes of serving's cache belong to a block."""
+    layout = memory.layout
+    assert layout is not None
+    mask = torch.zeros(layout.size, dtype=torch.bool)
+    for region in range(layout.regions):
+        first = region * layout.region_stride + number * layout.width
+        mask[first : first + layout.width] = True
+    return mask
+
+
+def guest_of(memory: ServingMemory, config: LendConfig, *, shares: bool = True) -> tuple[Engine, KvPool]:
+    """Return a guest's engine and its pool. `shares`: whether its cache must be a view of serving's."""
+    view = CacheView(memory.runner)
+    swap = globals_for_build()
+    swap.set(gpu_model_runner, "allocate_kv_cache", view.allocate)
+    with swap.as_guest_build():
+        guest, pool, shared = build_guest(config, memory.layout, view, logging.getLogger())
+    assert shared is shares
+    return guest, pool
+
+
+def test_guest_grows_in_pieces_and_allocates_nothing(pair: ServingWithGuest) -> None:
+    assert kv_cache(pair.guest).data_ptr() == kv_cache(pair.serving).data_ptr()
     budgets = []
     while True:
         pair.passes()
         if not pair.sharing.can_grow:
             break
         budgets.append(pair.budget)
-    assert len(budgets) >= 10 and pair.budget > 20 * MIB
-    assert resident() < before - 20
+    assert 0 < budgets[0] < pair.budget and pair.budget > 20 * MIB
 
 
 def test_cut_preempts_whole_turns_which_hit_their_prefixes_again(pair: ServingWithGuest) -> None:
@@ -138,7 +188,7 @@ def test_cut_preempts_whole_turns_which_hit_their_prefixes_again(pair: ServingWi
     assert not ended
     pair.ask(9, 0)
     pair.serve()
-    assert pair.budget == budget // 2 // 32768 * 32768 and pair.frozen and pair.changes == 1
+    assert pair.budget == budget // 2 // BLOCK * BLOCK and pair.frozen and pair.changes == 1
     assert 0 < len(pair.finished_turns) < TURNS
     rest = {finished.name: finished for finished in pair.finished_turns}
     pair.finished_turns.clear()
@@ -152,7 +202,7 @@ def test_cut_preempts_whole_turns_which_hit_their_prefixes_again(pair: ServingWi
     while len(pair.guest):
         resumed += pair.passes()
     assert not pair.finished_turns and len(resumed) == len(rest)
-    reusable = sum((len(context) - 1) // 32 * 32 for context in contexts.values())
+    reusable = sum((len(context) - 1) // TOKENS * TOKENS for context in contexts.values())
     assert sum(finished.cached_tokens for finished in resumed) >= 0.8 * reusable
     assert all(len(tokens_of(finished)) + len(tokens_of(rest[finished.name])) <= SAMPLED for finished in resumed)
 
@@ -165,6 +215,30 @@ def test_freeze_ends_with_a_version(pair: ServingWithGuest) -> None:
     assert not pair.frozen and pair.budget > 12 * MIB
 
 
+def test_serving_computes_the_same_in_blocks_where_a_guest_left_nan(pair: ServingWithGuest) -> None:
+    """The CPU kernel reads a whole block, and 0 times NaN is NaN."""
+    alone = greedy_answer(pair, "alone")
+    lent = pair.memory.pool.withheld
+    assert lent and not len(pair.guest)
+    numbers = torch.tensor(lent)
+    for layer in in_process_worker(pair.guest._core).model_runner.kv_caches:
+        layer[numbers] = float("nan")
+    pair.sharing.rebalance(None)
+    assert pair.serving._core.reset_prefix_cache()
+    assert greedy_answer(pair, "after") == alone
+    pair.passes(20)
+
+
+def greedy_answer(pair: ServingWithGuest, name: str) -> list[int]:
+    """Return what serving samples for one request, whose blocks are those that were freed last."""
+    pair.serving.add(name, prompt(77, 70), Sampling(max_tokens=30, temperature=0.0), policy_version=-1)
+    finished = []
+    while len(pair.serving):
+        finished += pair.serving.step().finished
+    assert np.isfinite(sampled_logprobs(finished[0])).all()
+    return tokens_of(finished[0])
+
+
 def test_serving_can_reset_its_cache_and_reports_only_its_own_usage(pair: ServingWithGuest) -> None:
     assert pair.budget > 0 and pair.serving._scheduler.get_kv_cache_usage() == 0.0
     assert pair.serving._core.reset_prefix_cache()
@@ -173,9 +247,7 @@ def test_serving_can_reset_its_cache_and_reports_only_its_own_usage(pair: Servin
 
 def test_lent_memory_returns_without_a_borrower(pair: ServingWithGuest) -> None:
     pair.sharing.rebalance(None)
-    assert pair.memory.pool.available == pair.memory.pool.blocks and pair.budget == 0
-    while pair.sharing.busy:
-        pair.sharing.rebalance(None)
+    assert pair.budget == 0
     pair.passes(30)
     assert pair.budget > 12 * MIB
 
@@ -199,15 +271,61 @@ def test_burst_is_accepted_in_one_scheduler_pass_and_may_cut_the_guest_to_zero(p
 
 
 def test_guest_has_an_own_uncut_pool_if_the_serving_cache_is_elsewhere(pair: ServingWithGuest) -> None:
-    pair.memory.transferable = False
     config = LendConfig(model_folder=str(MODEL), socket="", max_model_len=512)
-    sharing = KvSharing(pair.memory, pair.guest, pair.sharing._guest, config)
+    sharing = KvSharing(pair.memory, pair.guest, pair.sharing._guest, config, shared=False)
     pair.ask(40, 200)
     sharing.rebalance(pair.preempt)
     changes = sharing.take_stats()
-    assert (changes.budget_bytes, changes.cuts, changes.frozen) == (pair.sharing._guest.blocks * 32768, 0, False)
-    assert not sharing.busy and pair.memory.pool.available == pair.memory.pool.blocks
+    assert (changes.budget_bytes, changes.cuts, changes.frozen) == (pair.sharing._guest.blocks * BLOCK, 0, False)
+    assert not sharing.can_grow and pair.memory.pool.available == pair.memory.pool.blocks
     sharing.rebalance(None)
-    while sharing.busy:
-        sharing.rebalance(None)
     assert pair.sharing._guest.available == 0
+
+
+def test_guest_with_other_layers_writes_within_its_blocks(tmp_path: Path) -> None:
+    """Six layers of the guest share the places of four of serving, whose block holds 96 tokens."""
+    tiny_policy("qwen3", tmp_path, num_hidden_layers=6)
+    large = EngineConfig(model_folder=MODEL, max_model_len=512, kv_cache_bytes=TOTAL, block_tokens=96)
+    sizes: dict[str, Any] = {"socket": "", "max_turns": 4, "max_model_len": 128, "kv_cache_bytes": 24 * MIB}
+    with closing(Engine(large)) as serving:
+        memory, cache = ServingMemory(serving._core), kv_cache(serving)
+        same = LendConfig(model_folder=str(MODEL), dtype="float32", **sizes)
+        first, _ = guest_of(memory, same)
+        first.close()
+        config = LendConfig(model_folder=str(tmp_path), dtype="float32", **sizes)
+        guest, pool = guest_of(memory, config)
+        sharing = KvSharing(memory, guest, pool, config, shared=True)
+        sharing.rebalance(lambda name, reason: None, grow=True)
+        lent = memory.pool.withheld
+        assert lent and guest.cache.block_bytes == memory.pool.block_bytes
+        layers = in_process_worker(guest._core).model_runner.kv_caches
+        assert len(layers) == 6 and guest.cache.groups[0][0] < 96
+        for number in (lent[0], lent[-1]):
+            before = cache.clone()
+            for layer in layers:
+                layer[number] = 1.0
+            changed = cache != before
+            assert changed.any() and not changed[~block_bytes_of(memory, number)].any()
+        sharing.close()
+        assert not memory.pool.withheld
+        guest.close()
+
+
+def test_guest_that_cannot_share_leaves_serving_cache_alone(tmp_path: Path) -> None:
+    """A guest before it shared the cache of the same server."""
+    small = EngineConfig(model_folder=MODEL, dtype="bfloat16", max_model_len=512, kv_cache_bytes=TOTAL)
+    sizes: dict[str, Any] = {"socket": "", "max_turns": 4, "max_model_len": 128, "kv_cache_bytes": 4 * MIB}
+    with closing(Engine(small)) as serving:
+        memory, cache = ServingMemory(serving._core), kv_cache(serving)
+        first, _ = guest_of(memory, LendConfig(model_folder=str(MODEL), dtype="bfloat16", **sizes))
+        first.close()
+        before = cache.clone()
+        config = LendConfig(model_folder=str(MODEL), dtype="float32", **sizes)
+        guest, pool = guest_of(memory, config, shares=False)
+        sharing = KvSharing(memory, guest, pool, config, shared=False)
+        sharing.rebalance(lambda name, reason: None, grow=True)
+        guest.add("turn", prompt(1, 40), Sampling(max_tokens=8, temperature=0.0), policy_version=-1)
+        while len(guest):
+            guest.step()
+        assert torch.equal(cache, before) and not memory.pool.withheld
+        guest.close()

@@ -41,7 +41,9 @@ def serving() -> Any:
         waiting=[],
         requests={},
         kv_cache_manager=SimpleNamespace(block_pool=pool, record_prefix_cache_stats=None, watermark_blocks=0),
-        kv_cache_config=SimpleNamespace(num_blocks=8, kv_cache_tensors=[SimpleNamespace(size=64)]),
+        kv_cache_config=SimpleNamespace(
+            num_blocks=8, kv_cache_tensors=[SimpleNamespace(size=64)], kv_cache_layout=None
+        ),
     )
     scheduler.schedule = lambda: None
     scheduler.get_request_counts = lambda: (len(scheduler.running), len(scheduler.waiting))

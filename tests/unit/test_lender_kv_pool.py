@@ -1,63 +1,17 @@
-"""Blocks of a tenant: none is lost, kept blocks are found, and only untouchable pages are returned."""
+"""Blocks of a tenant: none is lost, kept blocks are found, and withheld blocks hold no prefix."""
 
-import ctypes
 from typing import Any
 
-import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from rose.workers.lender.vllm.kv_sharing import CachePages, KvPool, return_all_pages
+from rose.workers.lender.vllm.kv_sharing import KvPool
 
 BLOCKS = 40
-STRIDE = 3 * 4096
-"""Bytes of a block in a layer."""
-
-BLOCK_BYTES = 2 * STRIDE
-
-
-def cache() -> tuple[torch.Tensor, CachePages]:
-    """Return two layers of BLOCKS blocks, as vLLM allocates them on a CPU."""
-    memory = torch.full((BLOCKS * BLOCK_BYTES,), 7, dtype=torch.uint8)
-    layers = KVCacheTensor(
-        size=memory.nbytes, layers=["0", "1"], layer_stride=BLOCKS * STRIDE, block_stride=STRIDE, offset=0
-    )
-    return memory, CachePages(memory.data_ptr(), KVCacheConfig(BLOCKS, [layers], []))
-
-
-@given(st.sets(st.integers(0, BLOCKS - 1)))
-def test_unreturned_pages_keep_their_bytes(blocks: set[int]) -> None:
-    memory, pages = cache()
-    pages.return_blocks(blocks)
-    by_block = memory.view(2, BLOCKS, STRIDE)
-    for block in range(BLOCKS):
-        left = int((by_block[:, block] == 7).sum())
-        assert left <= 2 * 2 * 4096 if block in blocks else left == BLOCK_BYTES
-
-
-@given(st.integers(0, 9 * 4096), st.integers(0, 9 * 4096))
-def test_fully_returned_cache_leaves_no_page_and_changes_no_neighbour(a: int, b: int) -> None:
-    memory = torch.full((9 * 4096,), 7, dtype=torch.uint8)
-    begin, end = sorted((a, b))
-    cache = torch.frombuffer(memory.numpy().data[begin:end], dtype=torch.uint8) if begin < end else memory[:0].clone()
-    return_all_pages([cache[: len(cache) // 2], cache[len(cache) // 2 :]])
-    assert int((memory[:begin] == 7).sum()) == begin and int((memory[end:] == 7).sum()) == len(memory) - end
-    assert int((cache == 7).sum()) < 2 * 4096
-
-
-def test_release_of_a_cache_in_locked_memory_raises_no_error_and_keeps_its_bytes() -> None:
-    cache = torch.full((9 * 4096,), 7, dtype=torch.uint8)
-    at = ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(cache.nbytes)
-    assert ctypes.CDLL(None).mlock(*at) == 0
-    try:
-        return_all_pages([cache])
-        assert bool((cache == 7).all())
-    finally:
-        ctypes.CDLL(None).munlock(*at)
+BLOCK_BYTES = 4096
 
 
 class Requests(RuleBasedStateMachine):
@@ -66,8 +20,7 @@ class Requests(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.vllm = BlockPool(BLOCKS, enable_caching=True, hash_block_size=1)
-        self.memory, pages = cache()
-        self.pool = KvPool(self.vllm, BLOCK_BYTES, pages)
+        self.pool = KvPool(self.vllm, BLOCK_BYTES)
         self.held: list[list[KVCacheBlock]] = []
         self.written: dict[bytes, int] = {}
         """The block of each prefix when it was written."""
@@ -77,10 +30,7 @@ class Requests(RuleBasedStateMachine):
     @rule(count=st.integers(1, 12))
     def takes(self, count: int) -> None:
         if count <= self.pool.free:
-            blocks = self.vllm.get_new_blocks(count)
-            for block in blocks:
-                self.memory.view(2, BLOCKS, STRIDE)[:, block.block_id] = 9
-            self.held.append(blocks)
+            self.held.append(self.vllm.get_new_blocks(count))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 100), full=st.integers(0, 12))
@@ -100,7 +50,7 @@ class Requests(RuleBasedStateMachine):
         cached = [block for block in self.vllm.blocks if block.block_hash is not None]
         if cached:
             block = cached[which % len(cached)]
-            assert (self.memory.view(2, BLOCKS, STRIDE)[:, block.block_id] == 9).all(), "a prefix lost its bytes"
+            assert block.block_id not in self.pool.withheld, "a prefix lost its bytes"
             self.vllm.touch([block])
             self.held.append([block])
 
@@ -110,19 +60,29 @@ class Requests(RuleBasedStateMachine):
         while self.held and self.pool.used > used:
             self.vllm.free_blocks(reversed(self.held.pop()))
         self.most_used, self.most_there = used, max(used, there)
-        self.pool.limit(self.most_used, self.most_there)
+        before = set(self.pool.withheld)
+        given = self.pool.limit(self.most_used, self.most_there)
+        assert before | set(given) == set(self.pool.withheld) and not before & set(given)
         assert self.pool.used <= used and self.pool.used + self.pool.free <= max(used, self.pool.used)
         assert self.pool.available <= self.most_there
 
-    @rule(pieces=st.integers(1, 20))
-    def pages_go_back(self, pieces: int) -> None:
-        self.pool.return_pages(pieces * BLOCK_BYTES)
+    @rule(numbers=st.data())
+    def grows(self, numbers: st.DataObject) -> None:
+        """Make some withheld blocks free, whichever they are."""
+        if withheld := self.pool.withheld:
+            self.pool.release(numbers.draw(st.lists(st.sampled_from(withheld), unique=True)))
+
+    @rule()
+    def resets_its_prefixes(self) -> None:
+        withheld, kept = list(self.pool.withheld), {block.block_id for block in self.pool._kept}
+        done = self.pool.with_all_free(self.vllm.reset_prefix_cache)
+        assert self.pool.withheld == withheld and done is not bool(self.held or kept)
 
     @invariant()
     def no_block_is_lost(self) -> None:
         holders = {block.block_id for blocks in self.held for block in blocks}
         kept = {block.block_id for block in self.pool._kept}
-        withheld = [block.block_id for block in self.pool._withheld]
+        withheld = list(self.pool.withheld)
         free = [block.block_id for block in self.vllm.free_block_queue.get_all_free_blocks()]
         assert len(set(withheld)) == len(withheld) and len(free) == len(set(free)) == self.pool.free
         assert not set(withheld) & (holders | kept | set(free)) and not set(free) & (holders | kept)
@@ -145,18 +105,19 @@ def of(pool: KvPool, prefixes: int) -> list[Any]:
 
 
 def test_kept_prefixes_are_the_youngest_and_evicted_oldest_first() -> None:
-    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
+    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES)
     blocks = of(pool, 20)
     pool.limit(0, 15)
     assert [block.block_hash is not None for block in blocks] == [False] * 5 + [True] * 15
     pool.limit(0, 10)
     assert [block.block_hash is not None for block in blocks] == [False] * 10 + [True] * 10
     pool.limit(12, 12)
+    pool.release(pool.withheld[: 12 - pool.free])
     assert pool.free == 12 and [block.block_hash is not None for block in blocks] == [False] * 10 + [True] * 10
 
 
 def test_kept_prefix_hit_by_a_request_belongs_to_the_request() -> None:
-    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
+    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES)
     blocks = of(pool, 10)
     pool.limit(5, 15)
     pool._pool.touch(blocks[-5:])
@@ -169,7 +130,7 @@ def test_kept_prefix_hit_by_a_request_belongs_to_the_request() -> None:
 
 
 def test_prefix_held_by_a_request_is_not_reclaimable() -> None:
-    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
+    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES)
     blocks = of(pool, 12)
     assert (pool.used, pool.cached) == (0, 12)
     pool._pool.touch(blocks[:9])

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from rose.schemas.samples import Outcome
-from rose.workers.trainer.metrics import TRAINER
-from rose.workers.trainer.metrics_sinks import StepReporter
+from rose.workers.trainer.metrics import TRAINER, StepReporter
 from rose.workers.trainer.step_log import STEP_LOG, StepLine, decode_line, encode_line
 
 

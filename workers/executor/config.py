@@ -82,7 +82,7 @@ class ExecutorConfig:
     max_model_len: int = 1024
     """Longest context and output of one turn, in tokens."""
     kv_cache_bytes: int = 64 << 20
-    """Size of the KV cache."""
+    """Size of the KV cache. For a lender: the most of serving's KV memory that turns may hold."""
     step_tokens: int = 1024
     """Most tokens of one engine step, at least `max_turns`; longer prefills are split into chunks."""
     dtype: str = "float32"

@@ -100,7 +100,7 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_model_len: Annotated[int, Meta(ge=2)] = 1024
     """Longest context and output of one turn, in tokens."""
     kv_cache_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
-    """Most KV memory that the guest may ever hold; it is taken from serving's memory."""
+    """Most of serving's KV memory that the guest may ever hold; size of the cache of a guest that cannot share it."""
     step_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most tokens of one guest step, at least `max_turns`; `promise` may reduce it."""
     promise: Promise = Promise()

@@ -19,9 +19,8 @@ Keeps true
   `CACHED_BYTES_PER_HIT` bytes of this cache: the guest does not grow over them. Serving may evict protected bytes, and
   no cut is made to keep them.
 
-On the CPU lent bytes move: each tenant has a pool as large as its most, serving's blocks above `serving` are withheld,
-and pages without a held block go back to the system. Where pools are fixed (`transferable=False`: serving's cache is in
-another process, or on a GPU) a cut would give serving nothing, so the guest keeps its whole pool.
+Where the guest has a view of serving's cache, lent bytes change hands. Where each tenant has a cache of its own
+(`transferable=False`) a cut would give serving nothing, so the guest keeps its whole pool.
 
 Units: bytes, seconds; `now` is of any one clock. Pure.
 
@@ -53,7 +52,7 @@ class KvLimits:
     total_bytes: int
     """KV memory of both tenants."""
     pool_bytes: int
-    """The guest's own pool: the most that the guest can ever hold."""
+    """The most that the guest can ever hold."""
     block_bytes: int
     """Size of one block of the guest; budgets are whole blocks."""
     headroom_bytes: int
@@ -67,7 +66,7 @@ class KvLimits:
 
     def __post_init__(self) -> None:
         if not 0 < self.block_bytes <= self.pool_bytes <= self.total_bytes:
-            raise UsageError("the guest's KV pool holds a block at least, and at most what there is for both tenants")
+            raise UsageError("kv_cache_bytes holds a block at least, and no more than what there is for both tenants")
         if not 0 <= self.headroom_bytes <= self.total_bytes or self.quiet_seconds <= 0:
             raise UsageError("serving's headroom is part of the KV memory, and the quiet time is above 0 s")
 

@@ -1,10 +1,20 @@
-"""The Prometheus metrics of the trainer."""
+"""The figures of the trainer: Prometheus metrics, and the sinks where the figures of a training step go.
+
+Keeps true
+- The step log is the last sink: a step in the step log has reached every sink.
+
+A tracker (Weights & Biases, MLflow, TensorBoard) is one more class with the two methods of MetricsSink, added to
+`StepReporter`.
+"""
+
+from pathlib import Path
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rose.schemas.samples import Outcome
 from rose.workers.trainer.groups import SampleStatus
-from rose.workers.trainer.step_log import StepLine
+from rose.workers.trainer.step_log import StepLine, StepLog
 
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -83,6 +93,19 @@ for _outcome in Outcome:
     OUTCOMES.labels(_outcome.value)
 
 
+class MetricsSink(Protocol):
+    """Takes the figures of each step."""
+
+    def log(self, step: int, values: StepLine) -> None:
+        """Take the figures of a step. Steps come in order.
+
+        A step comes a second time if the trainer was killed before every sink had it. An exception ends the trainer.
+        """
+
+    def close(self) -> None:
+        """Write what is held back. Called once, when the trainer ends for whatever reason but a kill."""
+
+
 class PrometheusSink:
     """The metrics sink that sets the metrics of this module."""
 
@@ -113,3 +136,23 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Do nothing: the process exports its metrics until it ends."""
+
+
+class StepReporter:
+    """Gives each step to all sinks of a run. The step log is last: a step in it has reached every sink."""
+
+    def __init__(self, run_folder: Path) -> None:
+        """Raises OSError or DecodeError as StepLog does."""
+        self._step_log = StepLog(run_folder)
+        self._sinks: tuple[MetricsSink, ...] = (PrometheusSink(), self._step_log)
+
+    def report(self, line: StepLine) -> None:
+        """Give a step's line to every sink, unless the step log has the step."""
+        if line.step > self._step_log.last_step:
+            for sink in self._sinks:
+                sink.log(line.step, line)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()

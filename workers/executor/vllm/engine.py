@@ -25,7 +25,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from rose.schemas.prompts import Sampling
@@ -43,7 +42,6 @@ from rose.workers.executor.vllm.types import (
     HeldTurn,
     StepResult,
     SwapRefused,
-    block_bytes,
     first_line,
     turn_error,
 )
@@ -69,15 +67,12 @@ class _Turn:
 class KvCache:
     """An engine's KV cache, for code that shares its memory with serving."""
 
-    config: KVCacheConfig
     pool: BlockPool
     block_bytes: int
     """Bytes of one block, summed over the ranks."""
     groups: Sequence[tuple[int, int]]
     """Tokens of one block and most blocks of one turn, by group of layers. A token takes room in a block of each group;
     layers with a window keep only the last blocks."""
-    address: int | None
-    """Address of the cache; None if the cache is in another process."""
 
     def blocks_of(self, tokens: int) -> int:
         """Return the most blocks that a turn of this length holds."""
@@ -122,16 +117,14 @@ class Engine:
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
-        begins = self._backend.cache_address(self._core)
         specs = [group.kv_cache_spec for group in kv.kv_cache_groups]
         groups = [
             (spec.block_size, spec.max_memory_usage_bytes(self._core.vllm_config) // spec.page_size_bytes)
             for spec in specs
         ]
-        self.cache = KvCache(kv, pool, self._backend.ranks * block_bytes(kv), groups, begins)
-        whole = -(-self.longest_tokens // self._scheduler.block_size) * self._scheduler.block_size
-        self.token_bytes = -(-self.cache.blocks_of(whole) * self.cache.block_bytes // whole)
-        """Bytes of one token of the longest turn. A shorter turn may take more, because windows are full at once."""
+        self.cache = KvCache(pool, self._backend.block_bytes(kv), groups)
+        self.token_bytes = -(-self.cache.blocks_of(self.longest_tokens) * self.cache.block_bytes // self.longest_tokens)
+        """Bytes of one token of the longest turn. A shorter turn may take more: its last block, and windows."""
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
@@ -310,7 +303,7 @@ class Engine:
             running=running,
             waiting=waiting,
             tokens=sum(turn.request.num_tokens for turn in self._turns.values()),
-            kv_bytes_total=(cache.config.num_blocks - 1) * cache.block_bytes,  # vLLM reserves one block
+            kv_bytes_total=(cache.pool.num_gpu_blocks - 1) * cache.block_bytes,  # vLLM reserves one block
             kv_bytes_free=cache.pool.get_num_free_blocks() * cache.block_bytes,
             kv_bytes_per_token=self.token_bytes,
         )

@@ -29,10 +29,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.sampler import Sampler
 
 from rose.workers.executor.vllm.model_runner import patch_runner, release_runner
-from rose.workers.executor.vllm.types import EngineConfig, EngineStartError, first_line
+from rose.workers.executor.vllm.types import EngineConfig, EngineStartError, block_bytes, first_line
 from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
 
 DIVERGENT_ARCHITECTURES = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
@@ -91,8 +92,8 @@ class ModelBackend(Protocol):
         """
         ...
 
-    def cache_address(self, core: EngineCore) -> int | None:
-        """Return the address of the KV cache; None if the cache is in another process."""
+    def block_bytes(self, config: KVCacheConfig) -> int:
+        """Return the bytes of one block of the KV cache, summed over the ranks."""
         ...
 
     def release(self) -> None:
@@ -131,9 +132,9 @@ class InProcessBackend:
             if isinstance(module, Attention | LogitsProcessor | Sampler):
                 module.register_forward_pre_hook(lambda *_: hook())
 
-    def cache_address(self, core: EngineCore) -> int | None:
-        """Return the address of the KV cache in this process; None if it has none."""
-        return kv_cache_address(core)
+    def block_bytes(self, config: KVCacheConfig) -> int:
+        """Return the bytes of one block of the KV cache."""
+        return block_bytes(config)
 
     def release(self) -> None:
         """Free the model's memory."""
@@ -145,12 +146,6 @@ class InProcessBackend:
 def in_process_worker(core: EngineCore) -> Any:
     """Return the only worker of a core whose model is in this process."""
     return core.model_executor.driver_worker.worker
-
-
-def kv_cache_address(core: EngineCore) -> int:
-    """Return the address of the KV cache of a core whose only worker is in this process."""
-    address: int = in_process_worker(core).model_runner.kv_caches[0].untyped_storage().data_ptr()
-    return address
 
 
 class StepScheduler(Scheduler):  # type: ignore[misc]

@@ -74,7 +74,7 @@ def _patch_cpu_runner(runner: Any) -> None:
         return
     if isinstance(runner.sampler, Sampler):
         runner.sampler.gather_logprobs = sampled_logprobs
-    runner._zero_block_ids = partial(_zero_blocks, runner)
+    runner._zero_block_ids = partial(zero_blocks, runner)
     for layer in runner.get_model().modules():
         if isinstance(layer, SiluAndMul):
             layer._forward_method = _silu_and_mul
@@ -96,7 +96,7 @@ def zero_new_blocks(scheduler: Any) -> None:
     """Make the scheduler's runners zero each block of the KV cache before a turn uses it, as vLLM does for some caches.
 
     The CPU kernel reads a whole block and weights the entries behind a turn's last token with 0. A NaN there, from a
-    turn that overflowed, would make the sum NaN. The GPU kernels load zeros instead.
+    turn that overflowed, would make the sum NaN.
     """
     if current_platform.is_cpu():
         scheduler.needs_kv_cache_zeroing = True
@@ -104,11 +104,11 @@ def zero_new_blocks(scheduler: Any) -> None:
             manager._record_new_block_ids = isinstance(manager.kv_cache_spec, AttentionSpec)
 
 
-def _zero_blocks(runner: Any, block_ids: Sequence[int]) -> None:
+def zero_blocks(runner: Any, block_ids: Sequence[int]) -> None:
     """Zero blocks in all layers. vLLM's function omits layers with window attention, and makes a call per block."""
     blocks = torch.tensor(block_ids)
     for layer in runner.compilation_config.static_forward_context.values():
-        if isinstance(cache := getattr(layer, "kv_cache", None), Tensor):
+        if isinstance(cache := getattr(layer, "kv_cache", None), Tensor) and cache.numel():
             cache.index_fill_(0, blocks, 0)
 
 

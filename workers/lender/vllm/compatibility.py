@@ -49,6 +49,7 @@ def guest_error(core: Any, *, strict: bool) -> str | None:
         f"the executor {parallel.distributed_executor_backend}": (
             parallel.distributed_executor_backend not in ("uni", "mp")
         ),
+        "vLLM's second model runner": config.use_v2_model_runner,
         "async scheduling with a dial above 0, because the times of overlapping steps are not known "
         "(--no-async-scheduling turns it off)": config.scheduler_config.async_scheduling and not strict,
         "speculative decoding": config.speculative_config is not None,
@@ -119,16 +120,20 @@ vllm.v1.core.block_pool
     69bba8b575842446 guest   BlockPool.reset_prefix_cache: wrapped, because it needs every block to be free
 vllm.v1.core.kv_cache_manager
     dd3fc0110a76ccba guest   KVCacheManager.record_prefix_cache_stats: wrapped, to count what serving finds
+    815f946ccf479927 cpu     KVCacheManager.take_new_block_ids: wrapped, to zero the blocks that a guest had
     8c60d937fd9eb0c8 guest   KVCacheManager.allocate_slots: takes as many blocks in a step as are foreseen
 vllm.v1.core.kv_cache_utils
     5113ef26e70d956b guest   init_none_hash: the root of serving's block hashes is not replaced
     6a4bcea343d1e34f guest   FreeKVCacheBlockQueue.get_all_free_blocks: has the order in which vLLM evicts blocks
+vllm.v1.core.single_type_kv_cache_manager
+    b8edfbf2e1667228 cpu     SingleTypeKVCacheManager.allocate_new_blocks: notes the blocks that a request gets
 vllm.v1.core.sched.async_scheduler
     138d47daea23cdfd guest   AsyncScheduler._update_after_schedule: counts the tokens of batches in flight
 vllm.v1.core.sched.scheduler
     6529a9d59f78d9c0 observe Scheduler.has_requests: tells whether serving has work
     da4f2cf2fc39c39e guest   Scheduler.schedule: wrapped, to read what it returns
     c901ce17db93c7dd observe Scheduler.get_request_counts: tells what serving holds
+    fb239c609e3dd0ec cpu     Scheduler._get_new_block_ids_to_zero: names the blocks that the runner zeroes
 vllm.v1.engine
     -                observe EngineCoreRequestType.WAKEUP: put on the input queue by the thread of the sidecar link
 vllm.v1.engine.core
@@ -149,13 +154,19 @@ vllm.v1.engine.utils
 vllm.v1.executor.multiproc_executor
     936c16152d712061 guest   MultiprocExecutor.collective_rpc: has ranks compute for the guest between two steps
     4d7c21576f2670da guest   WorkerProc._execute_worker_rpc: makes one call after another, on one thread
+vllm.v1.kv_cache_interface
+    3626347655c8c6f6 guest   create_kv_cache_views: places the guest's layers in serving's cache
+    -                guest   KVCacheTensor: says where the blocks of a cache are
 vllm.v1.worker.cpu_worker
     6a2c6b06d1a7f9d2 cpu     CPUWorker.__init__: binds memory, but not for a guest
+vllm.v1.worker.gpu_model_runner
+    81dd948e771ce8a5 guest   GPUModelRunner.initialize_kv_cache_tensors: makes the cache of a guest
+    326599f31b273b94 cpu     GPUModelRunner._update_states: has the runner zero blocks before a step
 vllm.v1.worker.gpu_worker
     b8ecedb6d9f6c47b guest   init_worker_distributed_environment: leaves groups that exist as they are
     -                guest   freeze_gc_heap: replaced while a guest is built
 vllm.v1.worker.utils
-    b1f3e24311485a09 guest   allocate_kv_cache: decides where the pages of a block are
+    b1f3e24311485a09 guest   allocate_kv_cache: replaced while a guest is built, which has a view of serving's cache
 vllm.v1.worker.worker_base
     f84f7abf9c0ead66 guest   WorkerWrapperBase.init_worker: makes a guest's worker
 vllm.v1.worker.workspace

@@ -84,7 +84,7 @@ class Guest:
     def busy(self) -> bool:
         """Whether a tick has something to do."""
         guest = self._lifecycle.guest
-        if self._sidecar.changed or (guest is not None and guest.sharing.busy):
+        if self._sidecar.changed or (guest is not None and guest.sharing.can_grow):
             return True
         if self._loop is None:  # a guest without a sidecar that should not lend must be suspended
             return guest is not None and not self._should_lend

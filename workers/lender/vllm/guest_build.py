@@ -10,15 +10,18 @@ from functools import partial
 from logging import Logger
 from pathlib import Path
 
+from vllm.v1.worker import gpu_model_runner
+
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import NextWork, WorkKind
 from rose.workers.executor.step_cost import StepCost
 from rose.workers.executor.vllm.engine import Engine
-from rose.workers.executor.vllm.engine_core import InProcessBackend, ModelBackend
-from rose.workers.executor.vllm.types import EngineConfig
+from rose.workers.executor.vllm.engine_core import ModelBackend
+from rose.workers.executor.vllm.types import EngineConfig, EngineStartError
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
 from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory, guest_pool
+from rose.workers.lender.vllm.shared_cache import CacheLayout, CacheView, GuestBackend, SharedCacheBackend
 from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
 
 SIZE_GROWTH = 4
@@ -150,7 +153,11 @@ class GuestBuild:
         self._log = log
         self._began = time.monotonic()
         self._globals = globals_for_build()
-        self._call = TimeSlicedCall(partial(build_guest, config, driver, log), "rose-guest-build")
+        view = None if serving.runner is None else CacheView(serving.runner)
+        if view is not None:
+            self._globals.set(gpu_model_runner, "allocate_kv_cache", view.allocate)
+        build = partial(build_guest, config, serving.layout, driver or view, log)
+        self._call = TimeSlicedCall(build, "rose-guest-build")
 
     def resume(self, seconds: float) -> BuiltGuest | None:
         """Build for `seconds`. Return the guest when it is built. Raises what the build raised."""
@@ -161,17 +168,19 @@ class GuestBuild:
             if not self._call.resume(seconds):
                 return None
         self.is_running = False
-        engine, pool = self._call.result()
+        engine, pool, shared = self._call.result()
         try:
             engine.set_layer_hook(self._layer_hook)
-            sharing = KvSharing(self._serving, engine, pool, self._config)
+            sharing = KvSharing(self._serving, engine, pool, self._config, shared=shared)
         except Exception:
             with self._globals.as_guest():
                 engine.close()
             raise
         pieces, longest_seconds = (0, 0.0) if self._driver is None else self._driver.take_timings()
         self._log.info(
-            "rose: guest_built seconds=%.2f slices=%d longest_slice_seconds=%.4f",
+            "rose: guest_built kv_cache=%s block_tokens=%d seconds=%.2f slices=%d longest_slice_seconds=%.4f",
+            "shared" if shared else "own",
+            engine.cache.groups[0][0],
             time.monotonic() - self._began,
             pieces + self._call.slices,
             max(longest_seconds, self._call.longest_seconds),
@@ -197,15 +206,31 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Eng
     return engine
 
 
-def build_guest(config: LendConfig, driver: TpDriver | None, log: Logger) -> tuple[Engine, KvPool]:
-    """Build the guest's engine and its KV pool, on all ranks of `driver` or in this process without one.
+def build_guest(
+    config: LendConfig, layout: CacheLayout | None, place: TpDriver | CacheView | None, log: Logger
+) -> tuple[Engine, KvPool, bool]:
+    """Build the guest's engine and its KV pool. Return both, and whether the guest has a view of serving's cache.
 
-    Takes seconds. Raises FolderError or EngineStartError.
+    `layout`: that of serving's cache. `place`: the driver of serving's ranks, or the view in this process; None if
+    serving's cache is in another process. Takes seconds. Raises FolderError or EngineStartError.
     """
-    backend: ModelBackend = InProcessBackend() if driver is None else TpBackend(driver, log)
+    backend: SharedCacheBackend = (
+        GuestBackend(layout, place) if place is None or isinstance(place, CacheView) else TpBackend(layout, place, log)
+    )
     try:
         engine = build_engine(config, backend)
-        return engine, guest_pool(engine)
+        _check_longest_turn(engine, config.kv_cache_bytes)
+        if (reason := backend.not_shared) is not None:
+            log.warning("rose: guest_cache_not_shared kv_bytes=%d reason=%s", config.kv_cache_bytes, reason)
+        return engine, guest_pool(engine), backend.not_shared is None
     except Exception:
         backend.release()
         raise
+
+
+def _check_longest_turn(engine: Engine, most_bytes: int) -> None:
+    """Raise EngineStartError if the longest turn takes more than `most_bytes`."""
+    needed = engine.cache.blocks_of(engine.longest_tokens) * engine.cache.block_bytes
+    if needed > most_bytes:
+        what = f"a turn of max_model_len ({engine.longest_tokens}) takes {needed} bytes of serving's KV blocks"
+        raise EngineStartError(f"{what}, more than kv_cache_bytes ({most_bytes}): raise it, or lower max_model_len")

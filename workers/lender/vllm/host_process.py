@@ -42,7 +42,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
-from vllm.v1.worker import gpu_worker, workspace
+from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
 
 MEMORY_BINDING = ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(torch.ops._C, "init_cpu_memory_env") else ()
 """The operator that binds the process's memory to its NUMA node, if vLLM runs on CPUs. Serving has bound the memory.
@@ -63,6 +63,7 @@ SWAPPED_NAMES: tuple[tuple[ModuleType, str], ...] = (
     (dispatcher, "sys"),
     (core, "freeze_gc_heap"),
     (core, "init_none_hash"),
+    (gpu_model_runner, "allocate_kv_cache"),
     (gpu_worker, "freeze_gc_heap"),
     *MEMORY_BINDING,
 )

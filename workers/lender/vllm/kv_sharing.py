@@ -3,112 +3,48 @@
 Keeps true
 - Before every step serving has the blocks that the step may take: serving never waits for a block of the guest.
 - Serving's scheduling is not changed by the observation of its memory.
-- As many bytes are withheld from serving's pool as are available in the guest's pool. Pages that neither may use are
-  returned to the system: at once if the guest grows, within the next passes after a cut.
+- Where the guest has a view of serving's cache (`shared_cache`), a block is available to the guest exactly while it is
+  withheld from serving's pool. Lending and taking back are changes of two lists: no byte is moved or freed.
 - The guest's requests hold no more than the budget. Turns above the budget are aborted with the tokens that were
   sampled, and so are turns that could never fit in the budget.
 - Every block of a pool is in one state: held by requests, free, kept (a cached prefix that no request holds and that
   may still be found) or withheld (neither found nor used).
-- The pages of withheld blocks are returned to the system in bounded pieces, the longest withheld blocks first.
 - Free blocks are withheld in the order in which vLLM would evict them: blocks without a prefix, then prefixes by age.
   Kept prefixes are withheld by age too.
 
 The decisions are those of `rose.workers.lender.kv_budget`. Units: blocks, unless a name says bytes.
 """
 
-import ctypes
-import mmap
-import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import Request
 
 from rose.workers.executor.ipc.messages import NO_LIMIT, LendingStats
 from rose.workers.executor.vllm.engine import Engine
-from rose.workers.executor.vllm.engine_core import kv_cache_address
+from rose.workers.executor.vllm.engine_core import in_process_worker
 from rose.workers.executor.vllm.types import block_bytes
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
-
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-class CachePages:
-    """The memory pages of one KV cache in this process."""
-
-    def __init__(self, begins: int, config: KVCacheConfig) -> None:
-        """`begins`: address of the cache."""
-        self._regions = [
-            (begins + tensor.offset + layer * tensor.layer_stride, tensor.block_stride)
-            for tensor in config.kv_cache_tensors
-            for layer in range(len(tensor.layers))
-        ]
-        """Address of the first block, and bytes from one block to the next, for each layer."""
-
-    def return_blocks(self, blocks: Iterable[int]) -> None:
-        """Return the pages of `blocks`, which no request may hold, to the system. Raises OSError."""
-        for first, end in _runs(sorted(blocks)):
-            for region, stride in self._regions:
-                _return_range(region + first * stride, region + end * stride)
-
-
-def return_all_pages(caches: Iterable[Tensor]) -> None:
-    """Return the pages of caches that are about to be freed and are not read again.
-
-    The C library would keep memory at the end of a thread's arena, once for each arena with a cache. Pages that the
-    system does not take, as in a process with locked memory, are left to the free.
-    """
-    for storage in (cache.untyped_storage() for cache in caches):
-        with suppress(OSError):
-            _return_range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-
-
-def _return_range(start: int, end: int) -> None:
-    """Return the whole pages between two addresses. Raises OSError."""
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if size > 0 and _madvise(first, size, mmap.MADV_DONTNEED):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def blocks_are_contiguous(config: KVCacheConfig) -> bool:
-    """Whether the blocks of each layer are contiguous, without blocks of other layers in between."""
-    return all(tensor.block_stride <= tensor.layer_stride for tensor in config.kv_cache_tensors)
-
-
-def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the gapless runs of ascending numbers: the first number, and the last number plus one."""
-    first = None
-    for place, block in enumerate(blocks):
-        if first is None:
-            first = block
-        if place + 1 == len(blocks) or blocks[place + 1] != block + 1:
-            yield first, block + 1
-            first = None
+from rose.workers.lender.vllm.shared_cache import layout_of
 
 
 class KvPool:
     """vLLM's block pool of one tenant, with kept and withheld blocks."""
 
-    def __init__(self, pool: BlockPool, block_bytes: int, pages: CachePages | None) -> None:
-        """`pages`: pages of the cache; None if they cannot be returned to the system."""
+    def __init__(self, pool: BlockPool, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._pool = pool
-        self._pages = pages
-        self._withheld: list[KVCacheBlock] = []
-        self._returned = 0
-        """Number of blocks at the start of `_withheld` whose pages are returned."""
+        self._withheld: dict[int, KVCacheBlock] = {}
+        """Withheld blocks by number."""
         self._kept: list[KVCacheBlock] = []
         """Kept blocks, the oldest first."""
 
@@ -138,9 +74,9 @@ class KvPool:
         return min(self.free, max(0, len(self._pool.cached_block_hash_to_block) - self.used))
 
     @property
-    def has_unreturned_pages(self) -> bool:
-        """Whether withheld blocks have pages that are not returned."""
-        return self._pages is not None and self._returned < len(self._withheld)
+    def withheld(self) -> Sequence[int]:
+        """Numbers of the withheld blocks, the longest withheld first."""
+        return list(self._withheld)
 
     def settle(self) -> None:
         """Release the kept blocks that a request has found. `used` is exact after that."""
@@ -148,52 +84,53 @@ class KvPool:
         if found:
             self._release(found)
 
-    def withhold(self, count: int) -> None:
-        """Withhold `count` blocks in total: withhold further free blocks, or free withheld ones."""
-        more = count - len(self._withheld)
-        if more > 0:
-            self._withheld += self._pool.get_new_blocks(more)
-        elif more < 0:
-            back = self._withheld[more:]
-            del self._withheld[more:]
-            self._returned = min(self._returned, len(self._withheld))
-            self._pool.free_blocks(back)
+    def withhold(self, count: int) -> list[int]:
+        """Withhold `count` further blocks, which must be free. Return their numbers."""
+        return self._withhold(self._pool.get_new_blocks(count))
 
-    def limit(self, most_used: int, most_available: int) -> None:
-        """Let requests hold `most_used` blocks, and withhold the rest, up to kept prefixes.
+    def release(self, numbers: Sequence[int]) -> None:
+        """Make withheld blocks free."""
+        self._pool.free_blocks([self._withheld.pop(number) for number in numbers])
+
+    def with_all_free(self, call: Callable[[], bool]) -> bool:
+        """Call a function of the pool that needs every block to be free. Return what the function returns."""
+        blocks = list(self._withheld.values())
+        self._pool.free_blocks(blocks)
+        try:
+            return call()
+        finally:
+            self._pool.touch(blocks)
+
+    def limit(self, most_used: int, most_available: int) -> list[int]:
+        """Withhold blocks so that requests hold at most `most_used`, up to kept prefixes. Return the blocks' numbers.
 
         `most_available` limits the blocks of requests and the kept prefixes together. Call `settle` before, and abort
         requests above `most_used`.
         """
         wanted_free, wanted_kept = max(0, most_used - self.used), most_available - max(most_used, self.used)
-        surplus = len(self._kept) - max(0, wanted_kept)
+        surplus, withheld = len(self._kept) - max(0, wanted_kept), []
         if surplus > 0:
             again = min(surplus, max(0, wanted_free - self.free))
             self._release(self._kept[len(self._kept) - again :])
-            self._withhold_kept(surplus - again)
+            withheld += self._withhold_kept(surplus - again)
         surplus = self.free - wanted_free
         if surplus > 0:
             self._keep(min(surplus, wanted_kept - len(self._kept)))
-        self.withhold(len(self._withheld) + self.free - wanted_free)
+        return withheld + self.withhold(max(0, self.free - wanted_free))
 
-    def return_pages(self, most_bytes: int) -> None:
-        """Return the pages of withheld blocks, up to `most_bytes` and at least one block. Raises OSError."""
-        if self._pages is None or self._returned == len(self._withheld):
-            return
-        end = self._returned + max(1, most_bytes // self.block_bytes)
-        piece = self._withheld[self._returned : end]
-        self._pages.return_blocks(block.block_id for block in piece)
-        self._returned += len(piece)
+    def _withhold(self, blocks: Sequence[KVCacheBlock]) -> list[int]:
+        self._withheld.update((block.block_id, block) for block in blocks)
+        return [block.block_id for block in blocks]
 
     def _release(self, blocks: list[KVCacheBlock]) -> None:
         going = {block.block_id for block in blocks}
         self._kept = [block for block in self._kept if block.block_id not in going]
         self._pool.free_blocks(blocks)
 
-    def _withhold_kept(self, count: int) -> None:
+    def _withhold_kept(self, count: int) -> list[int]:
         oldest, self._kept = self._kept[:count], self._kept[count:]
         self._pool.evict_blocks({block.block_id for block in oldest})
-        self._withheld += oldest
+        return self._withhold(oldest)
 
     def _keep(self, count: int) -> None:
         """Keep the youngest free blocks that hold a prefix, up to `count`."""
@@ -206,8 +143,8 @@ class KvPool:
             self._kept += kept
 
 
-PIECE_BYTES = 2 << 20
-"""Growth in one tick of the guest, and pages returned in one pass: a third of a millisecond each."""
+PIECE_BLOCKS = 256
+"""Blocks by which the guest grows in one tick: a fraction of a millisecond."""
 
 CUT = "cut"
 """Reason of a guest turn that was aborted for the budget."""
@@ -220,13 +157,16 @@ class ServingMemory:
         self._scheduler = core.scheduler
         self._manager = core.scheduler.kv_cache_manager
         config = core.scheduler.kv_cache_config
-        within = isinstance(core.model_executor, UniProcExecutor) and blocks_are_contiguous(config)
         ranks = core.vllm_config.parallel_config.world_size
-        self.transferable = within
-        """Whether the cache is in this process, so that its bytes can be lent."""
-        pages = CachePages(kv_cache_address(core), config) if within else None
-        self.pool = KvPool(self._manager.block_pool, ranks * block_bytes(config), pages)
+        self.layout = layout_of(config)
+        """Where the blocks of the cache are on each rank; None if a guest cannot have a view of the cache."""
+        within = isinstance(core.model_executor, UniProcExecutor)
+        self.runner = in_process_worker(core).model_runner if within else None
+        """vLLM's model runner, which has the cache; None if the cache is in other processes."""
+        self.pool = KvPool(self._manager.block_pool, ranks * block_bytes(config))
         self._hit_tokens = 0
+        self._was_lent: set[int] | None = None
+        """Blocks that a guest may have written to since serving last had them; None before the first."""
         self._wrap()
 
     def _wrap(self) -> None:
@@ -236,14 +176,37 @@ class ServingMemory:
             self._hit_tokens += num_hits
             record(request, num_hits)
 
-        def reset_all() -> bool:
-            self.pool.withhold(0)  # until the next decision: vLLM resets a cache only if no block is held
-            done: bool = reset()
-            return done
-
         self._manager.record_prefix_cache_stats = record_found
-        self._manager.block_pool.reset_prefix_cache = reset_all
+        self._manager.block_pool.reset_prefix_cache = lambda: self.pool.with_all_free(reset)
         self._manager.block_pool.get_usage = lambda: self.pool.used / max(1, self.pool.blocks)
+
+    def lend(self, count: int) -> list[int]:
+        """Withhold `count` free blocks for the guest. Return their numbers."""
+        numbers = self.pool.withhold(count)
+        if current_platform.is_cpu():
+            if self._was_lent is None:
+                self._was_lent = set()
+                self._zero_lent_blocks(self._was_lent)
+            self._was_lent.update(numbers)
+        return numbers
+
+    def _zero_lent_blocks(self, lent: set[int]) -> None:
+        """Have serving's runners zero a block of `lent` when a request gets the block.
+
+        The CPU kernel reads a whole block and weights the entries behind a request's last token with 0. What a guest
+        has written there may be NaN as numbers of serving's type.
+        """
+        all_blocks, take = self._scheduler.needs_kv_cache_zeroing, self._manager.take_new_block_ids
+        for manager in self._manager.coordinator.single_type_managers:
+            manager._record_new_block_ids |= isinstance(manager.kv_cache_spec, AttentionSpec)
+
+        def take_lent() -> list[int]:
+            found = [number for number in take() if all_blocks or number in lent]
+            lent.difference_update(found)
+            return found
+
+        self._scheduler.needs_kv_cache_zeroing = True
+        self._manager.take_new_block_ids = take_lent
 
     @property
     def wanted_blocks(self) -> int:
@@ -264,36 +227,33 @@ class ServingMemory:
 
 
 def guest_pool(engine: Engine) -> KvPool:
-    """Return the guest's KV pool, with all blocks withheld and their pages returned to the system.
-
-    Takes a while, as a part of the build.
-    """
-    cache = engine.cache
-    begins = cache.address if blocks_are_contiguous(cache.config) else None
-    pages = None if begins is None else CachePages(begins, cache.config)
-    pool = KvPool(cache.pool, cache.block_bytes, pages)
+    """Return the guest's KV pool, with all blocks withheld."""
+    pool = KvPool(engine.cache.pool, engine.cache.block_bytes)
     pool.withhold(pool.blocks)
-    pool.return_pages(NO_LIMIT)
     return pool
 
 
 class KvSharing:
     """The shared KV memory of serving and one guest. Times are those of `time.monotonic`."""
 
-    def __init__(self, serving: ServingMemory, engine: Engine, guest: KvPool, config: LendConfig) -> None:
+    def __init__(
+        self, serving: ServingMemory, engine: Engine, guest: KvPool, config: LendConfig, *, shared: bool
+    ) -> None:
+        """`guest`: all blocks are withheld. `shared`: whether the guest has a view of serving's cache."""
         self._serving = serving
         self._engine = engine
         self._guest = guest
+        self._shared = shared
+        total = serving.pool.blocks * serving.pool.block_bytes
         own = guest.blocks * guest.block_bytes
-        total = serving.pool.blocks * serving.pool.block_bytes + (0 if serving.transferable else own)
         bounds = KvLimits(
-            total_bytes=total,
-            pool_bytes=min(own, total),
+            total_bytes=total if shared else total + own,
+            pool_bytes=min(own, config.kv_cache_bytes // guest.block_bytes * guest.block_bytes),
             block_bytes=guest.block_bytes,
             headroom_bytes=int(config.memory.headroom * total),
             quiet_seconds=config.memory.quiet_seconds,
-            piece_bytes=PIECE_BYTES,
-            transferable=serving.transferable,
+            piece_bytes=PIECE_BLOCKS * guest.block_bytes,
+            transferable=shared,
         )
         self._budget = KvBudget(bounds)
         self._shares = KvShares(0, 0, total, 0, frozen=False, can_grow=False)
@@ -310,15 +270,10 @@ class KvSharing:
         """Whether the budget would grow in a decision that allows growth."""
         return self._shares.can_grow
 
-    @property
-    def busy(self) -> bool:
-        """Whether the next pass has work: growth, or pages to return."""
-        return self._shares.can_grow or self._guest.has_unreturned_pages
-
     def rebalance(
         self, give_up: Callable[[str, str], None] | None, *, most_bytes: int = NO_LIMIT, grow: bool = False
     ) -> None:
-        """Decide the shares and carry them out. Raises OSError.
+        """Decide the shares and carry them out.
 
         `give_up`: aborts a turn of the engine, by name and with a reason; None without a sidecar, which takes all
         memory back. `most_bytes`: KV bytes that are granted. `grow`: whether the budget may grow.
@@ -333,7 +288,7 @@ class KvSharing:
     def rebalance_mid_step(self, *, most_bytes: int) -> bool:
         """Decide the shares and carry them out during a guest step, in which no turn can be aborted.
 
-        Return False, with nothing carried out, if a turn would have to be aborted. Raises OSError.
+        Return False, with nothing carried out, if a turn would have to be aborted.
         """
         began = time.perf_counter()
         self._decide(most_bytes, grow=False)
@@ -360,11 +315,11 @@ class KvSharing:
 
     def _apply_shares(self) -> None:
         guest, serving = self._guest, self._serving
-        guest.limit(self._budget_blocks, self._shares.kept_bytes // guest.block_bytes)
-        if serving.transferable:
-            serving.pool.withhold(-(-guest.available * guest.block_bytes // serving.pool.block_bytes))
-            serving.pool.return_pages(PIECE_BYTES)
-        guest.return_pages(PIECE_BYTES)
+        given_back = guest.limit(self._budget_blocks, self._shares.kept_bytes // guest.block_bytes)
+        if self._shared:
+            serving.pool.release(given_back)
+        if (missing := self._budget_blocks - guest.used - guest.free) > 0:
+            guest.release(serving.lend(missing) if self._shared else guest.withheld[-missing:])
 
     @property
     def _budget_blocks(self) -> int:
@@ -401,7 +356,7 @@ class KvSharing:
 
     def close(self) -> None:
         """Give all KV memory to serving, because the guest is gone."""
-        self._serving.pool.withhold(0)
+        self._serving.pool.release(self._serving.pool.withheld)
 
     def _usage(self) -> KvUsage:
         serving, guest = self._serving.pool, self._guest

@@ -23,14 +23,16 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rose.schemas.errors import RoseError
 from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.vllm.engine_core import BackendWeights
-from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
+from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, block_bytes
 from rose.workers.executor.vllm.weights import check_version
 from rose.workers.lender.status_page import ProcessId
 from rose.workers.lender.vllm.host_process import yield_slice
+from rose.workers.lender.vllm.shared_cache import CacheLayout, SharedCacheExecutor
 from rose.workers.lender.vllm.tp_worker import call_worker
 
 
@@ -125,10 +127,11 @@ def _check(wrong: Sequence[str]) -> None:
         raise TpRankFailed("; ".join(f"rank {rank}: {what}" for rank, what in failed.items()))
 
 
-class TpExecutor(Executor):  # type: ignore[misc]
+class TpExecutor(SharedCacheExecutor):
     """The executor of the guest's engine core, which calls the ranks."""
 
-    def __init__(self, config: VllmConfig, driver: TpDriver) -> None:
+    def __init__(self, config: VllmConfig, layout: CacheLayout | None, driver: TpDriver) -> None:
+        self.layout = layout
         self._driver = driver
         self._scheduled: SchedulerOutput | None = None
         super().__init__(config)
@@ -162,6 +165,10 @@ class TpExecutor(Executor):  # type: ignore[misc]
         """Run the scheduled step on every rank, and return the output of the first."""
         output = self._driver.call("step", self._scheduled, grammar_output)[0]
         return _completed_future(output) if non_block else output
+
+    def share(self, block_tokens: int) -> None:
+        """Have every rank make a view of serving's cache."""
+        self._driver.call("share_cache", block_tokens)
 
     def check_health(self) -> None:
         """Do nothing: serving's own executor checks the processes."""
@@ -217,18 +224,28 @@ class TpWeights:
 class TpBackend:
     """The workers of a tensor-parallel server. See `backend.ModelBackend`."""
 
-    def __init__(self, driver: TpDriver, log: Logger) -> None:
+    def __init__(self, layout: CacheLayout | None, driver: TpDriver, log: Logger) -> None:
+        """`layout`: that of serving's cache on each rank."""
         self.ranks = driver.size
         self.engine_arguments: Mapping[str, Any] = {
             "tensor_parallel_size": driver.size,
             "distributed_executor_backend": "mp",
         }
+        self._layout = layout
         self._driver = driver
         self._log = log
+        self._executor: TpExecutor | None = None
+
+    @property
+    def not_shared(self) -> str | None:
+        """Why the built guest has a cache of its own; None if it has a view of serving's."""
+        assert self._executor is not None
+        return self._executor.not_shared
 
     def make_executor(self, config: VllmConfig) -> Executor:
         """Return the executor that runs the model on serving's ranks."""
-        return TpExecutor(config, self._driver)
+        self._executor = TpExecutor(config, self._layout, self._driver)
+        return self._executor
 
     def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
         """Prepare the loaded model on every rank. Raises EngineStartError."""
@@ -243,9 +260,10 @@ class TpBackend:
         """Do nothing: the model computes in other processes."""
         pass
 
-    def cache_address(self, core: EngineCore) -> None:
-        """Return None: the KV cache is in other processes."""
-        return None
+    def block_bytes(self, config: KVCacheConfig) -> int:
+        """Return the bytes of one block, summed over the ranks: those of serving's block, if the guest has a view."""
+        layout = self._layout if self.not_shared is None else None
+        return self.ranks * (block_bytes(config) if layout is None else layout.block_bytes)
 
     def release(self) -> None:
         """Free the model's memory on every rank."""

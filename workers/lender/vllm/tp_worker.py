@@ -24,6 +24,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.serial_utils import run_method
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from rose.schemas.errors import describe_error
@@ -34,15 +35,15 @@ from rose.workers.executor.vllm.model_runner import patch_runner, release_runner
 from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
 from rose.workers.lender.status_page import STACK_SIGNAL, ProcessId, current_process_id
 from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
-from rose.workers.lender.vllm.kv_sharing import return_all_pages
+from rose.workers.lender.vllm.shared_cache import CacheView
 
 GROUP = "rose_guest"
 """Name of the guest's process group. vLLM's groups with the name `tp` use shared memory, where ranks wait for a failed
 rank forever; groups with another name use gloo, which reports a rank that leaves."""
 
 _trim = ctypes.CDLL(None).malloc_trim
-"""Makes the C library return free memory to the system, also between blocks in use. Without it a freed small KV cache
-leaves a gap that other allocations partly fill, and the next cache needs its whole size again."""
+"""Makes the C library return free memory to the system, also between blocks in use. Without it a freed guest
+leaves gaps that other allocations partly fill, and the next guest needs its whole size again."""
 
 _workers: dict[int, "GuestWorker"] = {}
 """Guest workers by the `id()` of serving's worker; a process has one."""
@@ -80,6 +81,7 @@ class GuestWorker:
         """Outcome of the newest finished long call: True, the error text, and the result."""
         self._guest: WorkerWrapperBase | None = None
         self._group: parallel_state.GroupCoordinator | None = None
+        self._view: CacheView | None = None
         self._weights: PolicyWeights | None = None
         self._version: dict[str, torch.Tensor] = {}
         """The version that is being staged or is staged: views of the weight buffer."""
@@ -99,11 +101,13 @@ class GuestWorker:
         return current_process_id()
 
     def begin(self, name: str, *arguments: Any) -> None:
-        """Start a long call: `join`, then `load`, `run`, `patch_model`, `allocate_spare`, or `release` at any time."""
+        """Start a long call: `join`, `load`, then `share_cache`, `run`, `patch_model`, `allocate_spare`, `release`."""
         if name == "join" or self._globals is None:
             self._globals = globals_for_build()
         if name == "load":
             self._globals.set(parallel_state, "_TP", self._group)
+            self._view = CacheView(self._host.worker.model_runner)
+            self._globals.set(gpu_model_runner, "allocate_kv_cache", self._view.allocate)
         self._call = TimeSlicedCall(partial(getattr(self, name), *arguments), "rose-guest-build")
 
     def resume(self, seconds: float) -> tuple[bool, str, Any]:
@@ -148,6 +152,11 @@ class GuestWorker:
             self._guest.load_model()
             current_platform.update_block_size_for_backend(config)
 
+    def share_cache(self, block_tokens: int) -> None:
+        """Make the guest's cache a view of serving's, with blocks of so many tokens."""
+        assert self._guest is not None and self._view is not None
+        self._view.share(self._guest.worker.vllm_config, block_tokens)
+
     def run(self, method: str, arguments: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
         """Call a method of vLLM's worker during the build of an engine core."""
         with keep_unpacked_weights(), hide_llvmlite():
@@ -155,7 +164,8 @@ class GuestWorker:
 
     def patch_model(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Adapt the model after the build of the core. Return the number of parameters on this rank."""
-        assert self._guest is not None
+        assert self._guest is not None and self._view is not None
+        self._view.check()
         patch_runner(self._guest.worker.model_runner)
         self._weights = PolicyWeights(self._guest.worker, folder, shapes)
         return sum(parameter.numel() for parameter in self._guest.worker.get_model().parameters())
@@ -209,8 +219,6 @@ class GuestWorker:
         self._version, self._pieces = {}, iter(())
         worker: Any = getattr(self._guest, "worker", None)  # None if `load` has failed early
         if getattr(worker, "model_runner", None) is not None:
-            if current_platform.is_cpu():
-                return_all_pages(worker.model_runner.kv_caches)
             release_runner(worker.model_runner)
         worker = self._guest = self._weights = None
         self._destroy_group()
