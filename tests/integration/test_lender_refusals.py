@@ -43,6 +43,7 @@ def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
         parallel_config=parallel,
         model_config=model,
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        use_v2_model_runner=False,
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
@@ -56,6 +57,7 @@ def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
     for place, name, value, message in [
         (current_process(), "name", "EngineCore_DP0", "data parallelism"),
         (current_process(), "name", "another of vLLM's names", "data parallelism"),
+        (config, "use_v2_model_runner", True, "second model runner"),
         (config, "speculative_config", object(), "speculative decoding"),
         (config, "kv_transfer_config", object(), "prefill and decode apart"),
         (config.scheduler_config, "async_scheduling", True, "--no-async-scheduling"),
