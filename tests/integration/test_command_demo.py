@@ -71,8 +71,8 @@ def test_demo_trains_on_a_server_under_user_load(rose: Rose) -> None:
     assert (lending["requests"], lending["failed"]) == (len(requests), 0), output
     assert lending["share"] == 1
     assert sum(row["lent_tokens"] for row in rows) == pytest.approx(lending["tokens"])
-    assert sum(row["asked"] for row in rows) == len(requests)
-    assert any(row["asked"] and row["turns"] for row in rows)
+    assert sum(row["requests"] for row in rows) == len(requests)
+    assert any(row["requests"] and row["turns"] for row in rows)
     assert 'id="lending"' in (run / "report.html").read_text()
     assert "requests of users" in output
 

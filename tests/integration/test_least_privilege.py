@@ -237,7 +237,7 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     place = next(each.place for each in read_dead_letters(viewer, PROMPTS) if each.partition >= 0)
     run.ask(OPERATOR, "dlq", "retry", place, "--edit", str(file))
     run.ask(OPERATOR, "grant", "executor-1", "--no-lend")
-    until(lambda: "said=park" in run.log(LENDER))
+    until(lambda: "grant=park" in run.log(LENDER))
     run.ask(OPERATOR, "drain", "executor-0", "--within", "5")
     run.ask(OPERATOR, "drain", "executor-0", "--release")
     assert processes.pop(TRAINER).wait(300) == 0, run.log(TRAINER)
