@@ -26,8 +26,7 @@ def steady_clock() -> Callable[[], float]:
 def log_clock_set_back(stop: Event) -> None:
     """Log each step back of the wall clock until `stop` is set: Kafka clients stand still for as long as the step."""
     ahead = time.time() - time.monotonic()
-    while not stop.is_set():
-        time.sleep(CLOCK_CHECK_SECONDS)
+    while not stop.wait(CLOCK_CHECK_SECONDS):
         before, ahead = ahead, time.time() - time.monotonic()
         if before - ahead > SET_BACK_SECONDS:
             structlog.get_logger("bus").warning("clock_set_back", seconds=round(before - ahead, 1))

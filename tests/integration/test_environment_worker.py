@@ -70,6 +70,13 @@ class Moody(Calculator):
             raise OSError("no container left")
         return await super().reset(seed, arguments)
 
+    async def snapshot(self):
+        return bytes([self.seed]) + await super().snapshot()
+
+    async def restore(self, state):
+        self.seed = state[0]
+        await super().restore(state[1:])
+
     async def step(self, action):
         if self.seed == 2:
             raise ValueError("boom")

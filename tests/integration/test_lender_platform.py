@@ -53,7 +53,7 @@ model = dict(
 core.vllm_config = types.SimpleNamespace(
     parallel_config=types.SimpleNamespace(**parallel), model_config=types.SimpleNamespace(**model),
     scheduler_config=types.SimpleNamespace(async_scheduling=True), speculative_config=None, kv_transfer_config=None,
-    ec_transfer_config=None, weight_transfer_config=None, lora_config=None,
+    ec_transfer_config=None, weight_transfer_config=None, lora_config=None, use_v2_model_runner=True,
 )
 pool = types.SimpleNamespace(get_num_free_blocks=lambda: 1)
 core.scheduler = types.SimpleNamespace(

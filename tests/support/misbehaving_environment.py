@@ -252,7 +252,10 @@ MEMORY: list[object] = []
 
 
 def take_all_memory() -> None:
-    """Keep small objects, so that nothing is left for other code of the process either."""
+    """Keep large objects, then small ones, so that nothing is left for other code of the process either."""
+    with suppress(MemoryError):
+        while True:
+            MEMORY.append([None] * (1 << 16))
     while True:
         MEMORY.append([None] * 64)
 

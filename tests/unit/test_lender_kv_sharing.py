@@ -236,5 +236,5 @@ class TwoTenants(RuleBasedStateMachine):
         pool._pool.free_blocks(reversed(blocks))
 
 
-TwoTenants.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TwoTenants.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestTwoTenants = TwoTenants.TestCase

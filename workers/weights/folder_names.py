@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rose.workers.weights.layout import digest_of
 from rose.workers.weights.model_folder import FolderError, folder_tensors, held_tensors, read_config
 
 COMPUTED = r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
@@ -94,6 +93,8 @@ class FolderTensors:
                     what = f"what transformers loads from {name} into {self._kind} cannot be put back"
                     raise FolderError(f"{self.folder}: {what}, so no version of it can be published")
                 digests[name] = _digest(held)
+        from rose.workers.weights.layout import digest_of  # needs blake3, which checks of a GPU do without
+
         contents = read_config(self.folder), sorted(digests.items())
         self.folder_digest = digest_of(json.dumps(contents, sort_keys=True).encode())
 
@@ -213,6 +214,8 @@ def layer_of(name: str) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
+    from rose.workers.weights.layout import digest_of
+
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"{tensor.dtype} {tuple(tensor.shape)} {digest_of(data).hex()}"
 
