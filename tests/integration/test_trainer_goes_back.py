@@ -228,7 +228,7 @@ def test_run_is_not_resumed_with_another_model_folder(
 def test_checkpoint_that_does_not_name_its_model_folder_is_resumed_with_a_warning(
     settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """As a checkpoint of ROSE 0.2.0. The next checkpoint names the folder."""
+    """ROSE 0.2.0 writes such checkpoints. The next checkpoint has the digest."""
     trainer = Trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=3), WeightsConfig(), Event())
     trainer.run()
     versions, learner = trainer.versions, trainer.learner

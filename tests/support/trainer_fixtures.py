@@ -23,8 +23,10 @@ from rose.topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES, Partition
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
+from rose.workers.trainer.checkpoint import Checkpoints, Identity, Progress
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
+from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.loop import Trainer
 from rose.workers.trainer.main import run_trainer
 from rose.workers.weights.config import WeightsConfig
@@ -255,3 +257,20 @@ def on_log(settings: BusSettings) -> list[str]:
 
 def everyone(groups: Iterable[int]) -> list[str]:
     return sorted(sample.trajectory_id for sample in make_samples(groups=groups))
+
+
+def save_first_version(learner: Learner, checkpoints: Checkpoints, *, folder_digest: bytes = b"") -> Progress:
+    """Save a checkpoint of version 1 in the learner's present state. Return the progress as it is read back."""
+    progress = Progress(
+        identity=Identity(run="run", namespace="", model_id="policy"),
+        version=1,
+        epoch=0,
+        weights_digest=b"",
+        abandoned=(),
+        outcomes=(),
+        step_line=b"",
+        schedule_steps=learner.schedule_steps,
+        folder_digest=folder_digest,
+    )
+    checkpoints.save(progress, learner.model, learner.optimizer)
+    return next(checkpoints.newest_first())

@@ -469,7 +469,7 @@ class NoRoom:
         self._take("fit")
         return SimpleNamespace(allocate_spare=lambda: self._take("spare"))
 
-    not_shared = ""
+    executor = None
 
     def block_bytes(self, _: object) -> int:
         return 64

@@ -1,7 +1,7 @@
 """The guest's view of serving's cache: a block of the guest lies within the block of serving with the same number."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,18 +63,33 @@ def views(config: KVCacheConfig, memory: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def guest_views(
-    serving: KVCacheConfig, memory: torch.Tensor, heads: int, layers: int, dtype: torch.dtype
-) -> list[torch.Tensor] | None:
+class Shape(NamedTuple):
+    """A server and a guest: the cache's layout, and tokens of a block, heads and layers of each."""
+
+    layout: KVCacheLayout
+    tokens: int
+    heads: int
+    layers: int
+    guest_heads: int
+    guest_layers: int
+    dtype: torch.dtype
+
+    @property
+    def serving(self) -> KVCacheConfig:
+        return config_of(self.layout, spec(self.tokens, self.heads), self.layers, 5)
+
+
+def guest_views(serving: KVCacheConfig, memory: torch.Tensor, shape: Shape) -> list[torch.Tensor] | None:
     """Return the guest's views of serving's cache, as its executor makes them; None if no block fits."""
     layout = layout_of(serving)
     assert layout is not None
-    names = [f"layer {number}" for number in range(layers)]
+    names = [f"layer {number}" for number in range(shape.guest_layers)]
+    one = spec(BLOCK_STEP, shape.guest_heads, shape.dtype)
     try:
-        tokens = layout.block_tokens(dict.fromkeys(names, spec(BLOCK_STEP, heads, dtype)), MUCH)
+        tokens = layout.block_tokens(dict.fromkeys(names, one), MUCH)
     except NotShared:
         return None
-    each = spec(tokens, heads, dtype)
+    each = spec(tokens, shape.guest_heads, shape.dtype)
     tensors = layout.view(names, each.page_size_bytes)
     guest = KVCacheConfig(serving.num_blocks, tensors, [KVCacheGroupSpec(names, each)])
     host = SimpleNamespace(kv_caches=[memory])
@@ -87,35 +102,28 @@ def guest_views(
     return list(found.values())
 
 
-SHAPES = {
-    "layout": st.sampled_from([LAYERS, BLOCKS]),
-    "tokens": st.sampled_from([16, 32, 64]),
-    "heads": st.integers(1, 4),
-    "layers": st.integers(1, 6),
-    "guest_heads": st.integers(1, 4),
-    "guest_layers": st.integers(1, 14),
-    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
-}
+SHAPES = st.builds(
+    Shape,
+    layout=st.sampled_from([LAYERS, BLOCKS]),
+    tokens=st.sampled_from([16, 32, 64]),
+    heads=st.integers(1, 4),
+    layers=st.integers(1, 6),
+    guest_heads=st.integers(1, 4),
+    guest_layers=st.integers(1, 14),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(**SHAPES)
-def test_block_of_the_guest_shares_bytes_with_serving_block_of_its_number_alone(
-    layout: KVCacheLayout,
-    tokens: int,
-    heads: int,
-    layers: int,
-    guest_heads: int,
-    guest_layers: int,
-    dtype: torch.dtype,
-) -> None:
-    serving = config_of(layout, spec(tokens, heads), layers, 5)
+@given(SHAPES)
+def test_block_of_the_guest_shares_bytes_with_serving_block_of_its_number_alone(shape: Shape) -> None:
+    serving = shape.serving
     memory = torch.zeros(serving.kv_cache_tensors[0].size, dtype=torch.int8)
-    guest = guest_views(serving, memory, guest_heads, guest_layers, dtype)
+    guest = guest_views(serving, memory, shape)
     if guest is None:
-        least = spec(BLOCK_STEP, guest_heads, dtype).page_size_bytes
+        least = spec(BLOCK_STEP, shape.guest_heads, shape.dtype).page_size_bytes
         whole = layout_of(serving)
-        assert whole is not None and -(-guest_layers // whole.regions) * least > whole.width
+        assert whole is not None and -(-shape.guest_layers // whole.regions) * least > whole.width
         return
     hosts = views(serving, memory)
     for number in range(5):
@@ -129,26 +137,18 @@ def test_block_of_the_guest_shares_bytes_with_serving_block_of_its_number_alone(
         assert touched == {number}
 
 
-@given(**SHAPES)
-def test_view_uses_the_most_tokens_that_fit(
-    layout: KVCacheLayout,
-    tokens: int,
-    heads: int,
-    layers: int,
-    guest_heads: int,
-    guest_layers: int,
-    dtype: torch.dtype,
-) -> None:
-    found = layout_of(config_of(layout, spec(tokens, heads), layers, 5))
+@given(SHAPES)
+def test_view_uses_the_most_tokens_that_fit(shape: Shape) -> None:
+    found = layout_of(shape.serving)
     assert found is not None
-    one = spec(BLOCK_STEP, guest_heads, dtype)
-    names = [str(number) for number in range(guest_layers)]
+    one = spec(BLOCK_STEP, shape.guest_heads, shape.dtype)
+    names = [str(number) for number in range(shape.guest_layers)]
     try:
         chosen = found.block_tokens(dict.fromkeys(names, one), MUCH)
     except NotShared:
         chosen = 0
     page = one.page_size_bytes // BLOCK_STEP * (chosen + BLOCK_STEP)
-    assert chosen == MOST_BLOCK_TOKENS or -(-guest_layers // found.regions) * page > found.width
+    assert chosen == MOST_BLOCK_TOKENS or -(-shape.guest_layers // found.regions) * page > found.width
 
 
 def test_model_like_serving_gets_whole_blocks() -> None:

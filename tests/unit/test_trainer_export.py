@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from rose.schemas.errors import UsageError
-from rose.workers.trainer.checkpoint import Checkpoints, Identity, Progress
+from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.export import export_newest, export_policy
 from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from tests.support.model_families import tiny_policy
+from tests.support.trainer_fixtures import save_first_version
 
 OWNERS = stat.S_IRUSR | stat.S_IWUSR
 
@@ -103,17 +104,7 @@ def test_checkpoint_is_not_exported_with_the_files_of_another_model_folder(tmp_p
     config = TrainerConfig(model_folder=first, run_folder=tmp_path / "run")
     learner, tensors = Learner(config), FolderTensors(load_policy(first), first)
     tensors.check_values()
-    progress = Progress(
-        identity=Identity(run="run", namespace="", model_id="policy"),
-        version=1,
-        epoch=0,
-        weights_digest=b"",
-        abandoned=(),
-        outcomes=(),
-        step_line=b"",
-        folder_digest=tensors.folder_digest,
-    )
-    Checkpoints(config.checkpoints, None).save(progress, learner.model, learner.optimizer)
+    save_first_version(learner, Checkpoints(config.checkpoints, None), folder_digest=tensors.folder_digest)
     with pytest.raises(UsageError, match="second has other weights or another config"):
         export_newest(replace(config, model_folder=second), tmp_path / "newest")
     assert not (tmp_path / "newest").exists()

@@ -10,12 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.workers.trainer.checkpoint import Checkpoints, Identity, Progress
+from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner, learning_rate_ratio, make_schedule
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
-from tests.support.trainer_fixtures import FAILED_GROUP, FILTERED_GROUP, GROUPS, group_name, make_policy, make_samples
+from tests.support.trainer_fixtures import (
+    FAILED_GROUP,
+    FILTERED_GROUP,
+    GROUPS,
+    group_name,
+    make_policy,
+    make_samples,
+    save_first_version,
+)
 
 FIELDS = {
     "learning_rate_warmup_steps": st.integers(0, 5),
@@ -126,21 +134,6 @@ def raises() -> None:
     raise AssertionError("no step is undone here")
 
 
-def saved(learner: Learner, checkpoints: Checkpoints) -> Progress:
-    progress = Progress(
-        identity=Identity(run="run", namespace="", model_id="policy"),
-        version=1,
-        epoch=0,
-        weights_digest=b"",
-        abandoned=(),
-        outcomes=(),
-        step_line=b"",
-        schedule_steps=learner.schedule_steps,
-    )
-    checkpoints.save(progress, learner.model, learner.optimizer)
-    return next(checkpoints.newest_first())
-
-
 def weights_of(learner: Learner) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in learner.model.parameters()])
 
@@ -161,7 +154,7 @@ def test_checkpoint_restores_the_schedule_and_new_settings_apply_from_its_step_o
     rest = steps_of([number for number in range(4, GROUPS) if number != FAILED_GROUP])
     whole, cut = Learner(config), Learner(config)
     assert train(whole, first) == train(cut, first)
-    progress = saved(cut, Checkpoints(tmp_path, None))
+    progress = save_first_version(cut, Checkpoints(tmp_path, None))
     assert progress.schedule_steps == 3
     resumed = Learner(config)
     resumed.restore(Checkpoints(tmp_path, None), progress)

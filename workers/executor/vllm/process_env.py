@@ -25,7 +25,9 @@ ENVIRONMENT = {
 
 def other_variables() -> list[str]:
     """Names of vLLM's variables that are set to other values than these."""
-    return sorted(n for n, value in os.environ.items() if n.startswith("VLLM_") and ENVIRONMENT.get(n) != value)
+    return sorted(
+        name for name, value in os.environ.items() if name.startswith("VLLM_") and ENVIRONMENT.get(name) != value
+    )
 
 
 for _name, _value in ENVIRONMENT.items():

@@ -220,9 +220,10 @@ def build_guest(
     try:
         engine = build_engine(config, backend)
         _check_longest_turn(engine, config.kv_cache_bytes)
-        if (reason := backend.not_shared) is not None:
+        reason = None if backend.executor is None else backend.executor.own_cache_reason
+        if reason is not None:
             log.warning("rose: guest_cache_not_shared kv_bytes=%d reason=%s", config.kv_cache_bytes, reason)
-        return engine, guest_pool(engine), backend.not_shared is None
+        return engine, guest_pool(engine), reason is None
     except Exception:
         backend.release()
         raise
@@ -232,5 +233,5 @@ def _check_longest_turn(engine: Engine, most_bytes: int) -> None:
     """Raise EngineStartError if the longest turn takes more than `most_bytes`."""
     needed = engine.cache.blocks_of(engine.longest_tokens) * engine.cache.block_bytes
     if needed > most_bytes:
-        what = f"a turn of max_model_len ({engine.longest_tokens}) takes {needed} bytes of serving's KV blocks"
+        what = f"a turn of max_model_len ({engine.longest_tokens}) takes KV blocks of {needed} bytes"
         raise EngineStartError(f"{what}, more than kv_cache_bytes ({most_bytes}): raise it, or lower max_model_len")

@@ -25,12 +25,12 @@ from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import Request
 
 from rose.workers.executor.ipc.messages import NO_LIMIT, LendingStats
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.engine_core import in_process_worker
+from rose.workers.executor.vllm.model_runner import zero_new_blocks
 from rose.workers.executor.vllm.types import block_bytes
 from rose.workers.lender.config import LendConfig
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
@@ -197,15 +197,13 @@ class ServingMemory:
         has written there may be NaN as numbers of serving's type.
         """
         all_blocks, take = self._scheduler.needs_kv_cache_zeroing, self._manager.take_new_block_ids
-        for manager in self._manager.coordinator.single_type_managers:
-            manager._record_new_block_ids |= isinstance(manager.kv_cache_spec, AttentionSpec)
 
         def take_lent() -> list[int]:
             found = [number for number in take() if all_blocks or number in lent]
             lent.difference_update(found)
             return found
 
-        self._scheduler.needs_kv_cache_zeroing = True
+        zero_new_blocks(self._scheduler)
         self._manager.take_new_block_ids = take_lent
 
     @property

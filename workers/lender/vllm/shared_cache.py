@@ -42,7 +42,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from rose.schemas.errors import RoseError
 from rose.workers.executor.vllm.engine_core import InProcessBackend, InProcessExecutor, ModelBackend
 from rose.workers.executor.vllm.model_runner import zero_blocks
-from rose.workers.executor.vllm.types import EngineStartError
+from rose.workers.executor.vllm.types import EngineStartError, block_bytes
 
 BLOCK_STEP = 32 if current_platform.is_cpu() else 16
 """Tokens of a block are a multiple of this number, for vLLM's kernels."""
@@ -118,17 +118,16 @@ def layout_of(config: KVCacheConfig) -> CacheLayout | None:
     layout = KVCacheLayout.__members__.get(config.kv_cache_layout or "")
     if layout is None or not layout.is_block_compact or not tensors:
         return None
-    size, width = tensors[0].size, tensors[0].block_stride
-    stride = size if layout.is_block_outermost else width * config.num_blocks
+    size, width, outermost = tensors[0].size, tensors[0].block_stride, layout.is_block_outermost
+    stride = size if outermost else width * config.num_blocks
     alike = all(
         tensor.block_stride == width
         and not tensor.host_resident
-        and (layout.is_block_outermost or (tensor.layer_stride == stride and tensor.offset % stride == 0))
+        and (outermost or (tensor.layer_stride == stride and tensor.offset % stride == 0))
         for tensor in tensors
     )
-    if not alike or width % ALIGNMENT or size % stride or size < width * config.num_blocks:
-        return None
-    return CacheLayout(size, config.num_blocks, size // stride, stride, width)
+    found = CacheLayout(size, config.num_blocks, size // stride, stride, width)
+    return found if alike and width % ALIGNMENT == 0 and found.block_bytes == block_bytes(config) else None
 
 
 class CacheView:
@@ -156,21 +155,15 @@ class CacheView:
         if not self._shared:
             caches: dict[str, Tensor] = allocate_kv_cache(config, device, layout, kernel_block_sizes)
             return caches
-        if not layout.is_block_compact or kernel_block_sizes != [config.kv_cache_groups[0].kv_cache_spec.block_size]:
+        (group,) = config.kv_cache_groups
+        if not layout.is_block_compact or kernel_block_sizes != [group.kv_cache_spec.block_size]:
             raise EngineStartError("the attention of the guest's model does not take whole blocks")
         storage = self._host.kv_caches[0].untyped_storage()
         memory = torch.empty(0, dtype=torch.int8, device=device).set_(storage)
-        (group,) = config.kv_cache_groups
         views: dict[str, Tensor] = {}
         for tensor in config.kv_cache_tensors:
             assert tensor.size <= storage.nbytes()
-            found = create_kv_cache_views(
-                memory,
-                group.kv_cache_spec,
-                config.num_blocks,
-                layout,
-                tensor,
-            )
+            found = create_kv_cache_views(memory, group.kv_cache_spec, config.num_blocks, layout, tensor)
             views.update(zip(tensor.layers, found, strict=True))
         self._made = True
         return views
@@ -186,12 +179,17 @@ class SharedCacheExecutor(Executor):  # type: ignore[misc]
 
     layout: CacheLayout | None
     """Layout of serving's cache. Set before vLLM's constructor runs."""
-    not_shared: str | None = "serving's cache is in another process, or its blocks are no runs of bytes"
+    own_cache_reason: str | None = "serving's cache is in another process, or its blocks are no runs of bytes"
     """Why the guest has a cache of its own; None if it has a view of serving's."""
 
     def share(self, block_tokens: int) -> None:
         """Have the processes of the model make a view, with blocks of so many tokens."""
         raise NotImplementedError
+
+    def block_bytes(self, config: KVCacheConfig) -> int:
+        """Return the bytes of one block on one rank: those of serving's block, if the guest has a view."""
+        layout = self.layout if self.own_cache_reason is None else None
+        return block_bytes(config) if layout is None else layout.block_bytes
 
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         """Return the layers of each rank, with the block size that the view has."""
@@ -201,10 +199,10 @@ class SharedCacheExecutor(Executor):  # type: ignore[misc]
         try:
             tokens = self.layout.block_tokens(specs[0], self.vllm_config.model_config.max_model_len)
         except NotShared as reason:
-            self.not_shared = str(reason)
+            self.own_cache_reason = str(reason)
             return specs
         self.share(tokens)
-        self.not_shared = None
+        self.own_cache_reason = None
         self.vllm_config.cache_config.block_size = tokens
         self.vllm_config.cache_config.num_gpu_blocks_override = self.layout.blocks
         specs = super().get_kv_cache_specs()
@@ -212,7 +210,7 @@ class SharedCacheExecutor(Executor):  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         """Make the cache of each rank."""
-        if self.layout is not None and self.not_shared is None:
+        if self.layout is not None and self.own_cache_reason is None:
             for config in kv_cache_configs:
                 (group,) = config.kv_cache_groups
                 config.kv_cache_tensors = self.layout.view(group.layer_names, group.kv_cache_spec.page_size_bytes)
@@ -222,10 +220,8 @@ class SharedCacheExecutor(Executor):  # type: ignore[misc]
 class SharedCacheBackend(ModelBackend, Protocol):
     """A backend of a guest."""
 
-    @property
-    def not_shared(self) -> str | None:
-        """Why the built guest has a cache of its own; None if it has a view of serving's."""
-        ...
+    executor: SharedCacheExecutor | None
+    """vLLM's executor for the guest's model; None before it is made."""
 
 
 class GuestExecutor(SharedCacheExecutor, InProcessExecutor):
@@ -256,25 +252,19 @@ class GuestBackend(InProcessBackend):
         super().__init__()
         self._layout = None if view is None else layout
         self._view = view
-        self._guest: GuestExecutor | None = None
-
-    @property
-    def not_shared(self) -> str | None:
-        """Why the built guest has a cache of its own; None if it has a view of serving's."""
-        assert self._guest is not None
-        return self._guest.not_shared
+        self.executor: SharedCacheExecutor | None = None
 
     def make_executor(self, config: VllmConfig) -> Executor:
         """Return vLLM's executor for the model. Called once, by the engine."""
-        self._executor = self._guest = GuestExecutor(config, self._layout, self._view)
-        return self._guest
+        self._executor = self.executor = GuestExecutor(config, self._layout, self._view)
+        return self.executor
 
     def release(self) -> None:
         """Free the model's memory."""
-        self._guest = None
+        self.executor = None
         super().release()
 
     def block_bytes(self, config: KVCacheConfig) -> int:
         """Return the bytes of one block: those of serving's block, if the guest has a view."""
-        layout = self._layout if self.not_shared is None else None
-        return super().block_bytes(config) if layout is None else layout.block_bytes
+        assert self.executor is not None
+        return self.executor.block_bytes(config)

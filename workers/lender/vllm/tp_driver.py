@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from rose.schemas.errors import RoseError
 from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.vllm.engine_core import BackendWeights
-from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, block_bytes
+from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
 from rose.workers.executor.vllm.weights import check_version
 from rose.workers.lender.status_page import ProcessId
 from rose.workers.lender.vllm.host_process import yield_slice
@@ -181,7 +181,7 @@ def _completed_future(value: Any) -> "Future[Any]":
 
 
 class TpWeights:
-    """The weights of all ranks. See `backend.BackendWeights`."""
+    """The weights of all ranks. See `engine_core.BackendWeights`."""
 
     def __init__(self, driver: TpDriver, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self._driver = driver
@@ -222,7 +222,7 @@ class TpWeights:
 
 
 class TpBackend:
-    """The workers of a tensor-parallel server. See `backend.ModelBackend`."""
+    """The workers of a tensor-parallel server. See `engine_core.ModelBackend`."""
 
     def __init__(self, layout: CacheLayout | None, driver: TpDriver, log: Logger) -> None:
         """`layout`: that of serving's cache on each rank."""
@@ -234,18 +234,12 @@ class TpBackend:
         self._layout = layout
         self._driver = driver
         self._log = log
-        self._executor: TpExecutor | None = None
-
-    @property
-    def not_shared(self) -> str | None:
-        """Why the built guest has a cache of its own; None if it has a view of serving's."""
-        assert self._executor is not None
-        return self._executor.not_shared
+        self.executor: SharedCacheExecutor | None = None
 
     def make_executor(self, config: VllmConfig) -> Executor:
         """Return the executor that runs the model on serving's ranks."""
-        self._executor = TpExecutor(config, self._layout, self._driver)
-        return self._executor
+        self.executor = TpExecutor(config, self._layout, self._driver)
+        return self.executor
 
     def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
         """Prepare the loaded model on every rank. Raises EngineStartError."""
@@ -262,8 +256,8 @@ class TpBackend:
 
     def block_bytes(self, config: KVCacheConfig) -> int:
         """Return the bytes of one block, summed over the ranks: those of serving's block, if the guest has a view."""
-        layout = self._layout if self.not_shared is None else None
-        return self.ranks * (block_bytes(config) if layout is None else layout.block_bytes)
+        assert self.executor is not None
+        return self.ranks * self.executor.block_bytes(config)
 
     def release(self) -> None:
         """Free the model's memory on every rank."""

@@ -101,7 +101,11 @@ class GuestWorker:
         return current_process_id()
 
     def begin(self, name: str, *arguments: Any) -> None:
-        """Start a long call: `join`, `load`, then `share_cache`, `run`, `patch_model`, `allocate_spare`, `release`."""
+        """Start a long call.
+
+        The calls are `join`, `load`, then `share_cache`, `run`, `patch_model` and `allocate_spare`; and `release` at
+        any time.
+        """
         if name == "join" or self._globals is None:
             self._globals = globals_for_build()
         if name == "load":
