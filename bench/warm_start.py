@@ -28,7 +28,8 @@ from bench.plain_engine import Task, sample_trajectories
 from rose.workers.environments.calculator import MALFORMED, Calculator
 from rose.workers.environments.protocol import JsonValue
 from rose.workers.environments.turn_format import Frame, TurnFormat
-from rose.workers.trainer.policy import load_policy, microbatches, pad_rows, token_logprobs
+from rose.workers.trainer.logprobs import microbatches, pad_rows, token_logprobs
+from rose.workers.trainer.policy import load_policy
 
 FIRST_HELD_OUT_SEED = 10**9
 """Tasks with seeds from here on are only for measuring; training draws smaller seeds."""

@@ -36,6 +36,11 @@ TRANSACTION_MILLISECONDS = 10_000
 """The broker aborts a transaction that is open for longer. Until then the open transaction of a dead producer delays
 readers of its partitions."""
 
+REBOOTSTRAP_MILLISECONDS = 10_000
+"""Time without metadata after which a client connects to the bootstrap servers again. A broker that shuts down may
+answer that its cluster has no brokers; librdkafka then forgets the broker, and connects to none before this time. Its
+default is 5 minutes."""
+
 FETCH_MILLISECONDS = 100
 """Longest fetch of an idle reader. A new record ends the fetch under way, but a partition that is assigned or resumed
 during a fetch waits for the end of the fetch."""
@@ -104,6 +109,7 @@ class BusSettings:
                 "error_cb": partial(_report_error, len(set(self.bootstrap.split(","))), time.monotonic()),
                 "log_level": 2,
                 "topic.metadata.refresh.interval.ms": 30_000,
+                "metadata.recovery.rebootstrap.trigger.ms": REBOOTSTRAP_MILLISECONDS,
                 "socket.nagle.disable": True,
             }
         )

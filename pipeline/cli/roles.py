@@ -11,6 +11,7 @@ Keeps true
 
 import gc
 import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -136,10 +137,21 @@ def run_control_role(common: Common, number: int) -> None:
 
 
 def run_trainer_role(common: Common) -> None:
-    """Run the trainer until all groups are settled or a signal asks it to stop."""
-    from rose.workers.trainer.main import run_trainer
+    """Run the trainer until all groups are settled or a signal asks it to stop.
+
+    A process that torchrun has started as another rank than 0 only follows rank 0, which has the run's lock, the
+    metrics and the signals.
+    """
+    from rose.workers.trainer.main import rank_from_environment, run_trainer
 
     config = load(common)
+    if rank_from_environment():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step, then ends this rank
+        settings = config.bus()
+        connect_as(settings, TRAINER)
+        run_trainer(settings, config.settings.trainer, Event(), weights=config.weights)
+        return
     require_signing_key(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another trainer
     with (
         run_folder_lock(config.run_folder, TRAINER_LOCK),

@@ -23,7 +23,7 @@ from rose.workers.executor.vllm import spare_weights
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.types import EngineStartError, FinishedTurn, SwapRefused
 from rose.workers.trainer.algorithms import TrainingSample
-from rose.workers.trainer.policy import token_logprobs
+from rose.workers.trainer.logprobs import token_logprobs
 from rose.workers.trainer.selection import sample_error
 from tests.support.engine_fixtures import (
     BLOCK,

@@ -243,6 +243,7 @@ def test_executor_continues_after_a_freeze_and_a_broker_outage(
     finally:
         executor.send_signal(signal.SIGKILL)
         executor.wait()
+        print((tmp_path / f"executor-{SLOT}.log").read_text())
     assert select.select([engine], [], [], WAIT_SECONDS)[0]
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.workers.trainer.export import export_policy
-from rose.workers.trainer.policy import load_policy, token_logprobs
+from rose.workers.trainer.logprobs import token_logprobs
+from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import WHOLE, check_folder
 from tests.support.model_families import CONTEXT, Turn, run_turns, sent, tiny_policy, train

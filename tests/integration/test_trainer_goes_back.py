@@ -157,8 +157,8 @@ def test_checkpoint_unknown_to_the_log_falls_back_to_the_previous_checkpoint(
         next(trainer.learner.model.parameters()).add_(1.0)
     versions, learner = trainer.versions, trainer.learner
     assert versions.progress is not None
-    strange = msgspec.structs.replace(versions.progress, weights_digest=versions.snapshot().digest())
-    versions.checkpoints.save(strange, learner.model, learner.optimizer)
+    strange = msgspec.structs.replace(versions.progress, weights_digest=versions.snapshot()[1])
+    learner.save(versions.checkpoints, strange)
     again = Trainer(settings, config, WeightsConfig(), Event())
     again.run()
     assert result_of(settings).digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}
@@ -234,7 +234,7 @@ def test_checkpoint_that_does_not_name_its_model_folder_is_resumed_with_a_warnin
     versions, learner = trainer.versions, trainer.learner
     assert versions.progress is not None and versions.progress.folder_digest
     older = msgspec.structs.replace(versions.progress, folder_digest=b"")
-    versions.checkpoints.save(older, learner.model, learner.optimizer)
+    learner.save(versions.checkpoints, older)
     with capture_logs() as logged:
         run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
     (warning,) = [line for line in logged if line["event"] == "model_folder_not_checked"]

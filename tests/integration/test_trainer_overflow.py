@@ -52,9 +52,9 @@ def overflow_on(trainer: Trainer, groups: Collection[str]) -> None:
     def spoil(_module: object, _arguments: object, given: dict[str, torch.Tensor], output: Any) -> None:
         rows = [pack_tokens(row.tolist()) for row in given["input_ids"]]
         if any(row.startswith(one) for row in rows for one in spoiled):
-            output.logits = output.logits * torch.nan
+            output.last_hidden_state = output.last_hidden_state * torch.nan
 
-    trainer.learner.model.register_forward_hook(spoil, with_kwargs=True)
+    trainer.learner.model.base_model.register_forward_hook(spoil, with_kwargs=True)
 
 
 def spoiled_folder(folder: Path, value: float) -> Path:

@@ -272,5 +272,5 @@ def save_first_version(learner: Learner, checkpoints: Checkpoints, *, folder_dig
         schedule_steps=learner.schedule_steps,
         folder_digest=folder_digest,
     )
-    checkpoints.save(progress, learner.model, learner.optimizer)
+    learner.save(checkpoints, progress)
     return next(checkpoints.newest_first())

@@ -33,13 +33,15 @@ from rose.workers.trainer.algorithms.group_relative import (
     group_advantages,
     leave_one_out_advantages,
 )
+from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
-from rose.workers.trainer.learner import Learner, make_optimizer
+from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.policy import load_policy
+from rose.workers.trainer.replica import make_optimizer
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
 from rose.workers.trainer.step import train_step
-from tests.support.trainer_fixtures import group_name, make_policy, make_samples
+from tests.support.trainer_fixtures import group_name, make_policy, make_samples, save_first_version
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=16)
 LOGPROBS = st.floats(min_value=-8, max_value=0)
@@ -350,18 +352,25 @@ def selected(rewards: Mapping[int, float]) -> list[SelectedGroup]:
     return select_groups(groups, 1, rules=rules)
 
 
+def saved_learner(config: TrainerConfig) -> Learner:
+    """Return a learner with a checkpoint: a step that raises is undone to it."""
+    learner = Learner(config)
+    save_first_version(learner, Checkpoints(config.checkpoints, None))
+    return learner
+
+
 def test_group_on_which_an_algorithm_fails_is_left_out_and_the_others_are_trained(
     fails_on_one_group: TrainerConfig,
 ) -> None:
-    learner, undone = Learner(fails_on_one_group), []
-    groups, done = learner.learn(selected({1: -1.0}), 1, undo=lambda: undone.append(True))
+    learner = saved_learner(fails_on_one_group)
+    groups, done = learner.learn(selected({1: -1.0}), 1)
     assert [bool(group.trained) for group in groups] == [True, False, True]
     assert "AlgorithmError: Own.advantages must return one finite number" in groups[1].decisions[0].reason
-    assert undone and done.groups == 2 and done.tokens > 0 and learner.schedule_steps == 1
+    assert done.groups == 2 and done.tokens > 0 and learner.schedule_steps == 1
 
 
 def test_algorithm_that_fails_on_all_groups_ends_the_run_with_its_message(fails_on_one_group: TrainerConfig) -> None:
-    learner = Learner(fails_on_one_group)
+    learner = saved_learner(fails_on_one_group)
     with pytest.raises(AlgorithmError, match="one finite number"):
-        learner.learn(selected({0: -1.0, 1: -1.0, 3: -1.0}), 1, undo=lambda: None)
+        learner.learn(selected({0: -1.0, 1: -1.0, 3: -1.0}), 1)
     assert learner.schedule_steps == 0

@@ -15,7 +15,8 @@ from rose.schemas.errors import UsageError
 from rose.workers.lender.endpoint.server_interface import ProbeAnswer
 from rose.workers.lender.endpoint.versions import ReferenceModel
 from rose.workers.model_config import ConfigRefused, max_context_tokens
-from rose.workers.trainer.policy import load_policy, token_logprobs
+from rose.workers.trainer.logprobs import token_logprobs
+from rose.workers.trainer.policy import load_policy
 from rose.workers.weights.model_folder import FolderError
 from tests.support.model_families import CONTEXT, tiny_policy
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
-from rose.workers.trainer.learner import Learner, learning_rate_ratio, make_schedule
+from rose.workers.trainer.learner import Learner
+from rose.workers.trainer.replica import learning_rate_ratio, make_schedule
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
 from tests.support.trainer_fixtures import (
     FAILED_GROUP,
@@ -127,11 +128,7 @@ def steps_of(numbers: list[int]) -> list[list[SelectedGroup]]:
 
 def train(learner: Learner, steps: list[list[SelectedGroup]]) -> list[float]:
     """Return the learning rates of these steps."""
-    return [learner.learn(copy.copy(groups), 1, undo=raises)[1].learning_rate for groups in steps]
-
-
-def raises() -> None:
-    raise AssertionError("no step is undone here")
+    return [learner.learn(copy.copy(groups), 1)[1].learning_rate for groups in steps]
 
 
 def weights_of(learner: Learner) -> torch.Tensor:

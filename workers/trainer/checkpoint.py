@@ -1,9 +1,10 @@
 """Checkpoints of a trainer, written before the step's records.
 
 Keeps true
-- A checkpoint is complete or invalid: the tensors file is written first, then the progress file with its digest. Each
-  file is written under a temporary name, synced and renamed. A truncated or corrupt checkpoint fails its digest and is
-  skipped.
+- A checkpoint is complete or invalid: the tensors files are written first, one by each rank with the rows that the rank
+  holds, then the progress file with their digests. Each file is written under a temporary name, synced and renamed. A
+  truncated or corrupt checkpoint fails its digest and is skipped.
+- Any number of ranks restores what another number saved, bit for bit.
 - The newest two checkpoints are kept.
 - Loading executes nothing: tensors are safetensors, the rest is typed MessagePack.
 - A checkpoint of another run, namespace or model is refused, unless `Checkpoints` is made without an identity.
@@ -12,23 +13,30 @@ Keeps true
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rose.schemas.errors import RoseError, UsageError
 from rose.workers.trainer.config import PROGRESS_FILES
+from rose.workers.trainer.ranks import ALONE, Ranks
 
 KEPT = 2
 """Number of checkpoints that are kept: if the newest is unreadable, the one before it is used."""
 
 DIGEST_BYTES = 16
 """Length of the BLAKE2b digest at the beginning of the progress file, over the rest of the file."""
+
+FIRST_ROWS = "first_rows"
+"""Key, in the metadata of a rank's tensors file, of the first row of each tensor, as a JSON object."""
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random.torch"
 """Prefixes of tensor names in the tensors file."""
@@ -79,6 +87,20 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 class _File(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress
     tensors_digest: bytes
+    """Digest of the tensors file of a trainer of one process; empty with several ranks."""
+    rank_digests: tuple[bytes, ...] = ()
+    """Digests of the tensors files of several ranks, in their order."""
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        return self.rank_digests or (self.tensors_digest,)
+
+
+class _Part(NamedTuple):
+    """The rows of a tensor that a rank saves."""
+
+    first_row: int
+    rows: Tensor
 
 
 class Checkpoints:
@@ -93,35 +115,46 @@ class Checkpoints:
         self._identity = identity
         self._decoder = msgspec.msgpack.Decoder(_File)
 
-    def save(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Write a checkpoint, which survives a crash of the machine once this returns. Raises CheckpointFailed."""
+    def save(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> None:
+        """Write a checkpoint, which survives a crash of the machine once this returns. Every rank calls this.
+
+        Raises CheckpointFailed.
+        """
         from safetensors import SafetensorError
 
         try:
-            self._save(progress, _tensors(model, optimizer))
+            self._save(progress, _parts(model, optimizer, leads=ranks.leads), ranks)
         except (OSError, SafetensorError) as error:
             raise CheckpointFailed(
                 f"cannot write a checkpoint to {self.folder} ({error}): mend that and start the trainer again, "
                 "nothing is lost"
             ) from error
 
-    def _save(self, progress: Progress, contents: Mapping[str, Tensor]) -> None:
+    def _save(self, progress: Progress, parts: Mapping[str, _Part], ranks: Ranks) -> None:
         from safetensors.torch import save_file
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensors = self._tensors_file(progress.version)
+        tensors = self._tensors_files(progress.version, ranks.size)[ranks.rank]
         partial = tensors.with_suffix(".partial")
-        save_file(dict(contents), partial)
+        first_rows = {name: part.first_row for name, part in parts.items()}
+        metadata = {FIRST_ROWS: msgspec.json.encode(first_rows).decode()} if ranks.size > 1 else None
+        save_file({name: part.rows for name, part in parts.items()}, partial, metadata=metadata)
         digest = _file_digest(partial)
         _rename_durably(partial, tensors)
-        body = msgspec.msgpack.encode(_File(progress=progress, tensors_digest=digest))
+        digests = tuple(ranks.gather(digest))
+        if not ranks.leads:
+            return
+        alone = ranks.size == 1
+        file = _File(progress=progress, tensors_digest=digest if alone else b"", rank_digests=() if alone else digests)
+        body = msgspec.msgpack.encode(file)
         name = self._progress_file(progress.version)
         partial = name.with_suffix(".partial")
         partial.write_bytes(_digest(body) + body)
         _rename_durably(partial, name)
         for version in self._versions()[KEPT:]:
             self._progress_file(version).unlink(missing_ok=True)
-            self._tensors_file(version).unlink(missing_ok=True)
+            for old in self.folder.glob(f"{_stem(version)}*.safetensors"):
+                old.unlink(missing_ok=True)
 
     def newest_first(self) -> Iterator[Progress]:
         """Progress of every valid checkpoint, newest first; an invalid one is skipped with a warning.
@@ -140,33 +173,27 @@ class Checkpoints:
 
         Raises CheckpointRefused if its tensors are not those of the model.
         """
-        from safetensors.torch import load_file
-
-        tensors = load_file(self._tensors_file(progress.version))
-        parameters = dict(model.named_parameters())
-        held = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-        if {name: p.shape for name, p in parameters.items()} != {name: t.shape for name, t in held.items()}:
-            raise CheckpointRefused(
-                f"{self._tensors_file(progress.version)} holds other tensors than the model folder: name the model "
-                "that the run began with"
-            )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(held[name])
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith(OPTIMIZER):
+        with ExitStack() as stack:
+            files = self._tensors_files(progress.version, len(self._decode(progress.version).digests))
+            saved = SavedTensors(files, stack)
+            own = {MODEL + name: parameter for name, parameter in model.named_parameters()}
+            if {name: p.shape for name, p in own.items()} != {name: saved.shape(name) for name in saved.names(MODEL)}:
+                raise CheckpointRefused(
+                    f"{files[0]} holds other tensors than the model folder: name the model that the run began with"
+                )
+            for name, parameter in own.items():
+                saved.copy_to(parameter.detach(), name)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            state: dict[int, dict[str, Tensor]] = {}
+            for name in saved.names(OPTIMIZER):
                 index, _, key = name.removeprefix(OPTIMIZER).partition(".")
-                state.setdefault(int(index), {})[key] = tensor
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        torch.set_rng_state(tensors[RANDOM])
+                value = torch.zeros_like(parameters[int(index)]) if saved.shape(name) else torch.zeros(())
+                state.setdefault(int(index), {})[key] = saved.copy_to(value, name)
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+            torch.set_rng_state(saved.copy_to(torch.get_rng_state(), RANDOM))
 
     def _read(self, version: int) -> Progress:
-        data = self._progress_file(version).read_bytes()
-        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-        if _digest(body) != digest:
-            raise _CorruptCheckpoint("its digest is not that of its content")
-        file = self._decoder.decode(body)
+        file = self._decode(version)
         found = file.progress.identity
         if self._identity is not None and found != self._identity:
             raise CheckpointRefused(
@@ -174,9 +201,17 @@ class Checkpoints:
                 f"{found.model_id}; this is run {self._identity.run}, namespace '{self._identity.namespace}', model "
                 f"{self._identity.model_id}: name another run or checkpoint folder"
             )
-        if _file_digest(self._tensors_file(version)) != file.tensors_digest:
+        digests = tuple(map(_file_digest, self._tensors_files(version, len(file.digests))))
+        if digests != file.digests:
             raise _CorruptCheckpoint("the digest of its tensors is another")
         return file.progress
+
+    def _decode(self, version: int) -> _File:
+        data = self._progress_file(version).read_bytes()
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if _digest(body) != digest:
+            raise _CorruptCheckpoint("its digest is not that of its content")
+        return self._decoder.decode(body)
 
     def _versions(self) -> list[int]:
         """Versions that have a progress file, newest first."""
@@ -184,10 +219,12 @@ class Checkpoints:
         return sorted((int(stem) for stem in stems if stem.isdigit()), reverse=True)
 
     def _progress_file(self, version: int) -> Path:
-        return self.folder / f"step-{version:08d}.msgpack"
+        return self.folder / f"{_stem(version)}.msgpack"
 
-    def _tensors_file(self, version: int) -> Path:
-        return self.folder / f"step-{version:08d}.safetensors"
+    def _tensors_files(self, version: int, ranks: int) -> list[Path]:
+        if ranks == 1:
+            return [self.folder / f"{_stem(version)}.safetensors"]
+        return [self.folder / f"{_stem(version)}.rank-{rank}-of-{ranks}.safetensors" for rank in range(ranks)]
 
 
 def check_folder(progress: Progress, digest: bytes, folder: Path) -> None:
@@ -209,11 +246,66 @@ class _CorruptCheckpoint(Exception):
     """A checkpoint is truncated or corrupt."""
 
 
-def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+class SavedTensors:
+    """The tensors of a checkpoint, whatever the number of ranks that wrote its files."""
+
+    def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
+        """`stack` closes the files. Raises OSError or SafetensorError."""
+        from safetensors import safe_open
+
+        self._parts: dict[str, list[tuple[int, Any]]] = {}
+        """By name: the first row of each part, and what reads the part."""
+        for file in files:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            first_rows = msgspec.json.decode((opened.metadata() or {}).get(FIRST_ROWS, "{}"), type=dict[str, int])
+            for name in opened.keys():  # noqa: SIM118  no mapping
+                self._parts.setdefault(name, []).append((first_rows.get(name, 0), opened.get_slice(name)))
+
+    def names(self, prefix: str) -> list[str]:
+        """The names that begin with the prefix."""
+        return [name for name in self._parts if name.startswith(prefix)]
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of the whole tensor."""
+        first, last = max(self._parts[name], key=lambda part: part[0])
+        rows, *others = last.get_shape() or [None]
+        return torch.Size([] if rows is None else [first + rows, *others])
+
+    def copy_to(self, tensor: Tensor, name: str) -> Tensor:
+        """Fill the tensor, of the same shape, or the rows of it that this rank holds. Returns the tensor."""
+        first, local = _own_rows(tensor)
+        for start, part in self._parts[name]:
+            if not local.dim():
+                local.copy_(part[...])
+                continue
+            rows = part.get_shape()[0]
+            low, high = max(first, start), min(first + len(local), start + rows)
+            if low < high:
+                local[low - first : high - first].copy_(part[low - start : high - start])
+        return tensor
+
+
+def _own_rows(tensor: Tensor) -> tuple[int, Tensor]:
+    """The first row and the rows of a tensor that this rank holds: all rows of a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] if offset else 0, tensor.to_local()
+
+
+def _parts(model: Any, optimizer: torch.optim.Optimizer, *, leads: bool) -> dict[str, _Part]:
+    """What this rank saves, by name. Rank 0 saves what all ranks have alike."""
     tensors = {MODEL + name: parameter.detach() for name, parameter in model.named_parameters()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"{OPTIMIZER}{index}.{key}": value for key, value in state.items()}
-    return tensors | {RANDOM: torch.get_rng_state()}
+    parts = {name: _Part(*_own_rows(tensor)) for name, tensor in tensors.items()}
+    if leads:
+        return {**parts, RANDOM: _Part(0, torch.get_rng_state())}
+    return {name: part for name, part in parts.items() if isinstance(tensors[name], DTensor) and len(part.rows)}
+
+
+def _stem(version: int) -> str:
+    return f"step-{version:08d}"
 
 
 def _digest(data: bytes) -> bytes:

@@ -78,10 +78,18 @@ class TrainerConfig:
     """Norm above which gradients are scaled down."""
     microbatch_tokens: int = 4096
     """Padded tokens of one forward and backward pass; this limits memory."""
+    recompute_activations: bool = False
+    """Whether the backward pass computes each layer again instead of keeping its activations: less memory for about a
+    third more time."""
+    device: str = "cpu"
+    """Where the policy is trained: `cpu`, or `cuda` with one GPU for each rank."""
+    compute_dtype: str = "float32"
+    """Element type of forward and backward passes, `float32` or `bfloat16`. Master weights, gradients and the optimizer
+    are float32. `bfloat16` changes logprobs: `max_logprob_difference` must allow the difference."""
     seed: int = 0
     """Seed of torch."""
     threads: int = 1
-    """Threads of torch on the CPU."""
+    """Threads of torch on the CPU, of each rank."""
     hung_seconds: float = 900.0
     """Time without a finished microbatch or step after which the trainer counts as hung (`rose health`). The same time
     holds at the end of the run for publishing the last version and exporting the policy."""
@@ -112,6 +120,8 @@ class TrainerConfig:
             "minibatches must be from 1 to 65536": 1 <= self.minibatches <= 65_536,
             f"gradient_norm must be above 0 and at most {LARGEST:g}": 0 < self.gradient_norm <= LARGEST,
             "microbatch_tokens must be from 1 to 2^31": 1 <= self.microbatch_tokens <= 2**31,
+            "device must be cpu or cuda": self.device in ("cpu", "cuda"),
+            "compute_dtype must be float32 or bfloat16": self.compute_dtype in ("float32", "bfloat16"),
             "seed must be from 0 to 2^63 - 1": 0 <= self.seed < 2**63,
             "threads must be from 1 to 4096": 1 <= self.threads <= 4_096,
             "hung_seconds must be above 0 and at most 1e9": 0 < self.hung_seconds <= 1e9,

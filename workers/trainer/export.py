@@ -15,8 +15,8 @@ from torch import Tensor
 from rose.schemas.errors import UsageError
 from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Progress, check_folder
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.learner import make_optimizer
 from rose.workers.trainer.policy import load_policy
+from rose.workers.trainer.replica import make_optimizer
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import INDEX
 
@@ -56,6 +56,17 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
         export_policy(tensors, Path(partial) / target.name)
         (Path(partial) / target.name).rename(target)
     return progress.version
+
+
+def export_checkpoint(config: TrainerConfig, checkpoints: Checkpoints) -> None:
+    """Export the policy of the newest checkpoint as the final policy of the run. Raises CheckpointRefused, OSError.
+
+    For a trainer whose policy is sharded: this process loads the whole policy.
+    """
+    model = load_policy(config.model_folder)
+    tensors = FolderTensors(model, config.model_folder)
+    _restore_newest(checkpoints, model, make_optimizer(model, learning_rate=config.learning_rate))
+    export_policy(tensors, config.exported)
 
 
 def _restore_newest(checkpoints: Checkpoints, model: Any, optimizer: torch.optim.Optimizer) -> Progress:

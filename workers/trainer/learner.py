@@ -1,37 +1,43 @@
-"""The policy in training: model, optimizer, learning-rate schedule and algorithm, and steps that bear faulty groups.
+"""Rank 0's view of the policy in training: has all ranks do the same, and marks the groups that no step can compute.
 
 Keeps true
+- Before rank 0 calls a method of its replica, it sends the other ranks the command to call the same (`follower`).
 - A group that no step can compute is marked as failed with the reason, and training continues with the others. The same
   holds for the groups of a minibatch whose gradient is not finite.
 - If consecutive steps have only minibatches without a finite gradient, or if every group fails, no group is at fault:
   an exception ends the run.
-- The learning rate of a step depends only on the settings and on the number of steps before it, so a run that is
-  resumed has the learning rates of a run that was not interrupted.
 """
 
-import math
-import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import structlog
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.workers.trainer.algorithms import AlgorithmError, TrainingSample, make_algorithm
+from rose.schemas.weights import WeightManifest
+from rose.schemas.wire import encode
+from rose.workers.trainer.algorithms import TrainingSample
 from rose.workers.trainer.checkpoint import Checkpoints, Progress
+from rose.workers.trainer.commands import (
+    CheckFinite,
+    Command,
+    Fit,
+    Put,
+    Restore,
+    Save,
+    TakeSnapshot,
+    exchange_parts,
+    pack,
+)
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.policy import load_policy
+from rose.workers.trainer.ranks import ALONE, Ranks
+from rose.workers.trainer.replica import Replica
 from rose.workers.trainer.selection import SelectedGroup, mark_failed, mark_skipped
-from rose.workers.trainer.step import StepMetrics, dry_run_group, dry_run_policy, train_step
-
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""Errors that do not blame a group: a smaller batch would have fitted."""
-
-NO_MEMORY_ON_CPU = "DefaultCPUAllocator"
-"""Text in the RuntimeError that torch raises when host memory is exhausted."""
+from rose.workers.trainer.step import StepMetrics
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.publish import WeightPublisher, merge_manifests
+from rose.workers.weights.tensors import Snapshot
 
 MAX_FRUITLESS_STEPS = 2
 """Consecutive steps without a finite gradient after which the trainer ends: one such step may be caused by its groups,
@@ -51,79 +57,105 @@ class PolicyRefused(UsageError):
 class Learner:
     """The policy and everything that changes it."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         """Raises UsageError for an unusable algorithm or model folder."""
-        self._config = config
-        self._algorithm = make_algorithm(config)
-        self.model = load_policy(config.model_folder)
-        self.optimizer = make_optimizer(self.model, learning_rate=config.learning_rate)
-        self._schedule = make_schedule(self.optimizer, config)
+        self._replica = Replica(config, ranks)
+        self._ranks = ranks
+        self._fitted: list[str] = []
+        """Names of the groups of the last step."""
         self.fruitless_steps = 0
         """Number of consecutive steps without a finite gradient."""
 
     @property
+    def model(self) -> Any:
+        """The policy, a `transformers.PreTrainedModel`; with several ranks, its tensors are sharded."""
+        return self._replica.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the model's parameters."""
+        return self._replica.optimizer
+
+    @property
+    def tensors(self) -> FolderTensors:
+        """The policy under the names of its folder."""
+        return self._replica.tensors
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model's tensors are sharded."""
+        return self._ranks.grouped
+
+    @property
     def schedule_steps(self) -> int:
         """Number of steps that have applied a gradient: the position in the learning-rate schedule."""
-        return self._schedule.last_epoch
+        return self._replica.schedule_steps
 
     def restore(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Restore the state that a checkpoint has. Raises CheckpointRefused."""
-        checkpoints.restore(progress, self.model, self.optimizer)
-        self._schedule = make_schedule(self.optimizer, self._config, steps=progress.schedule_steps)
+        self._command(lambda: Restore(folder=str(checkpoints.folder), progress=progress))
+        self._replica.restore(checkpoints, progress)
 
-    def learn(
-        self, groups: list[SelectedGroup], version: int, *, undo: Callable[[], None]
-    ) -> tuple[list[SelectedGroup], StepMetrics]:
+    def save(self, checkpoints: Checkpoints, progress: Progress) -> None:
+        """Write a checkpoint. Raises CheckpointFailed."""
+        self._command(lambda: Save(folder=str(checkpoints.folder), progress=progress))
+        self._replica.save(checkpoints, progress)
+
+    def learn(self, groups: list[SelectedGroup], version: int) -> tuple[list[SelectedGroup], StepMetrics]:
         """Train one step on the trained samples of these groups; returns the groups with the faulty ones marked.
 
-        `version`: the policy's version before the step. `undo` restores the state before the step.
+        `version`: the policy's version before the step. A step that raises is undone to the last checkpoint.
 
         Raises NoProgress after MAX_FRUITLESS_STEPS consecutive steps without a finite gradient, and what the step
         raises if no group is at fault.
         """
-        groups, done = self._train_without_faulty(groups, version, undo)
-        if done.tokens:
-            self._schedule.step()
-        return self._reject_skipped(groups, done, version), done
+        trained = [group for group in groups if group.trained]
+        self._fitted = [group.group_id for group in trained]
+        self._command(
+            lambda: Fit(groups=[[encode(one) for one in group.trained] for group in trained], version=version)
+        )
+        fitted = self._replica.fit([[TrainingSample.of(one) for one in group.trained] for group in trained], version)
+        faults = {trained[place].group_id: error for place, error in fitted.failed.items()}
+        for name, error in faults.items():
+            log.error("group_failed", group=name, reason=repr(error))
+        judged = [mark_failed(one, faults[one.group_id]) if one.group_id in faults else one for one in groups]
+        return self._reject_skipped(judged, fitted.metrics, version), fitted.metrics
 
     def check_finite(self, groups: Sequence[SelectedGroup], version: int) -> None:
-        """Check that the policy computes finite logprobs of these groups. Raises PolicyRefused, naming `version`."""
-        if not dry_run_policy(self.model, _trained(groups), config=self._config):
+        """Check that the policy computes finite logprobs of the groups that it has just learned from.
+
+        Raises PolicyRefused, naming `version`.
+        """
+        trained = {group.group_id for group in groups if group.trained}
+        places = [place for place, name in enumerate(self._fitted) if name in trained]
+        self._command(lambda: CheckFinite(places=places))
+        if not self._replica.is_finite(places):
             raise PolicyRefused(
                 f"version {version} is neither kept nor published: its logprobs of the samples that it learned "
                 "from are not finite; start again with a lower trainer.learning_rate"
             )
 
-    def _train_without_faulty(
-        self, groups: list[SelectedGroup], version: int, undo: Callable[[], None]
-    ) -> tuple[list[SelectedGroup], StepMetrics]:
-        """Train on these groups.
+    def snapshot(self, publisher: WeightPublisher) -> tuple[Snapshot, bytes]:
+        """A snapshot of the policy, and its digest as its manifest will have it. Raises NotFinite."""
+        self._command(TakeSnapshot)
+        return self._replica.snapshot(publisher)
 
-        If that raises, mark the groups on which training raises as failed, and train on the others.
+    def put_parts(
+        self, publisher: WeightPublisher, snapshot: Snapshot, version: int
+    ) -> Callable[[WeightManifest], WeightManifest] | None:
+        """Have the other ranks put their parts of a version. Call this once the version before it is on the log.
+
+        Returns what merges rank 0's part of the manifest with theirs, on the publisher's thread; None for one rank.
         """
-        try:
-            return groups, self._train_on(groups, version)
-        except Exception as error:  # models, kernels, autograd and a user's algorithm raise any exception
-            if _out_of_memory(error) or (isinstance(error, RoseError) and not isinstance(error, AlgorithmError)):
-                raise
-            log.error("step_failed", version=version, reason=traceback.format_exc())
-            undo()
-            judged = [self._try_group(group) for group in groups]
-            left = [group for group in judged if group.trained]
-            if not left and sum(bool(group.trained) for group in groups) > 1:
-                raise  # if all of several groups fail, the cause is no group
-        undo()
-        return judged, self._train_on(judged, version)
+        if self._ranks.size == 1:
+            return None
+        anchor = publisher.needs_anchor(snapshot, version)
+        self._command(lambda: Put(version=version, epoch=publisher.epoch, anchor=anchor))
+        return lambda part: merge_manifests(exchange_parts(self._ranks, part))
 
-    def _train_on(self, groups: Sequence[SelectedGroup], version: int) -> StepMetrics:
-        return train_step(
-            self.model,
-            self.optimizer,
-            _trained(groups),
-            algorithm=self._algorithm,
-            config=self._config,
-            version=version,
-        )
+    def _command(self, command: Callable[[], Command]) -> None:
+        if self._ranks.size > 1:
+            self._ranks.send_to_all(pack(command()))
 
     def _reject_skipped(self, groups: list[SelectedGroup], done: StepMetrics, version: int) -> list[SelectedGroup]:
         """Mark the groups of skipped minibatches as failed."""
@@ -142,51 +174,3 @@ class Learner:
         reason = "gradients are not finite"
         log.error("groups_skipped", version=version, groups=sorted(left_out), reason=reason)
         return [mark_skipped(group) if group.group_id in left_out else group for group in groups]
-
-    def _try_group(self, group: SelectedGroup) -> SelectedGroup:
-        try:
-            samples = [TrainingSample.of(sample) for sample in group.trained]
-            dry_run_group(self.model, samples, algorithm=self._algorithm, config=self._config)
-        except Exception as error:  # see `_train_without_faulty`
-            if _out_of_memory(error):
-                raise
-            log.error("group_failed", group=group.group_id, reason=repr(error))
-            return mark_failed(group, error)
-        return group
-
-
-def _trained(groups: Sequence[SelectedGroup]) -> list[list[TrainingSample]]:
-    return [[TrainingSample.of(sample) for sample in group.trained] for group in groups if group.trained]
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, OUT_OF_MEMORY) or NO_MEMORY_ON_CPU in str(error)
-
-
-def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW without weight decay and with a beta2 of 0.95, which adapts fast enough for a run of a few dozen steps."""
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig, *, steps: int = 0) -> LambdaLR:
-    """The schedule of the optimizer's learning rate after `steps` steps; sets the rate of the next step.
-
-    Call the schedule's `step()` once after each step that has applied a gradient. `last_epoch` is then the number of
-    such steps, which a checkpoint keeps. If the settings have changed since the checkpoint, the new settings decide, at
-    the number of steps of the checkpoint: nothing of the old schedule is kept.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = config.learning_rate
-    return LambdaLR(optimizer, partial(learning_rate_ratio, config), last_epoch=steps - 1)
-
-
-def learning_rate_ratio(config: TrainerConfig, steps: int) -> float:
-    """Ratio of the learning rate to `config.learning_rate` after `steps` steps; from 0 to 1."""
-    warmup = config.learning_rate_warmup_steps
-    if steps < warmup:
-        return (steps + 1) / (warmup + 1)
-    if config.learning_rate_schedule == "constant":
-        return 1.0
-    done = min((steps - warmup) / config.learning_rate_decay_steps, 1.0)
-    left = 1 - done if config.learning_rate_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.learning_rate_floor_ratio + (1 - config.learning_rate_floor_ratio) * left

@@ -24,19 +24,16 @@ from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 from rose.workers.model_config import max_context_tokens
 from rose.workers.trainer import metrics
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.export import export_policy
+from rose.workers.trainer.export import export_checkpoint, export_policy
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.metrics import StepReporter
+from rose.workers.trainer.ranks import ALONE, Ranks
 from rose.workers.trainer.selection import SelectionRules, outcomes_of, select_groups
 from rose.workers.trainer.step_log import StepLine
 from rose.workers.trainer.stream import SampleStream
 from rose.workers.trainer.versions import PolicyVersions, resume
 from rose.workers.weights.config import WeightsConfig
-from rose.workers.weights.folder_names import FolderTensors
-
-ENCODING_CHANGED = "weights travel in another way than before"
-"""Reason in log events: the digest of the restored weights is not the digest of the checkpoint."""
 
 log = structlog.get_logger("trainer")
 
@@ -55,16 +52,23 @@ class TrainerFenced(RoseError):
 class Trainer:
     """One run of training. The constructor loads the policy and fences any other trainer of the model."""
 
-    def __init__(self, settings: BusSettings, config: TrainerConfig, weights: WeightsConfig, stop: Event) -> None:
+    def __init__(
+        self,
+        settings: BusSettings,
+        config: TrainerConfig,
+        weights: WeightsConfig,
+        stop: Event,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """`stop` ends `run` after the current step. If it is set while the log is read back, StreamStopped is raised.
+
+        `ranks`: the ranks that train together, of which this process is rank 0.
 
         Raises UsageError for a broken folder or algorithm, and BusError or TopicMissing.
         """
         self._config = config
-        self.learner = Learner(config)
+        self.learner = Learner(config, ranks)
         model = self.learner.model
-        self._tensors = FolderTensors(model, config.model_folder)
-        self._tensors.check_values()
         self._rules = SelectionRules(
             max_staleness=config.max_staleness,
             vocabulary=model.get_input_embeddings().num_embeddings,
@@ -76,7 +80,7 @@ class Trainer:
             log.warning("most_samples_may_be_stale", reason=reason, max_staleness=0)
         self._reporter = StepReporter(config.run_folder)
         self.stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
-        self.versions = PolicyVersions(settings, config, weights, self.learner, self._tensors, self.stream, stop)
+        self.versions = PolicyVersions(settings, config, weights, self.learner, self.stream, stop)
         self._waiting_since = perf_counter()
 
     def run(self) -> None:
@@ -104,8 +108,14 @@ class Trainer:
             self._reporter.close()
         if self.stream.ended:
             HEALTH.report("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
-            export_policy(self._tensors, self._config.exported)
+            self._export()
             log.info("run_completed", version=self.versions.current, groups=self._config.total_groups)
+
+    def _export(self) -> None:
+        if self.learner.is_sharded:
+            export_checkpoint(self._config, self.versions.checkpoints)
+        else:
+            export_policy(self.learner.tensors, self._config.exported)
 
     def recover(self) -> None:
         """Start a new run or restore the newest checkpoint, as `resume` does. `run` calls this first."""
@@ -120,7 +130,7 @@ class Trainer:
         began = perf_counter()
         versions, before = self.versions, self.versions.current
         selected = select_groups(groups, before, rules=self._rules, abandoned=versions.abandoned)
-        selected, done = self.learner.learn(selected, before, undo=versions.undo)
+        selected, done = self.learner.learn(selected, before)
         trained, now = perf_counter(), time.time()
         # Keeps the checkpoint at most one version ahead of the log.
         versions.current = versions.wait_until_published()

@@ -1,5 +1,6 @@
 """The trainer's entry point."""
 
+import os
 import sys
 from contextlib import suppress
 from threading import Event
@@ -11,12 +12,26 @@ from rose.workers.trainer.config import TrainerConfig
 from rose.workers.weights.config import WeightsConfig
 
 
+def is_launched() -> bool:
+    """Whether a launcher of ranks, such as torchrun, has started this process."""
+    return "WORLD_SIZE" in os.environ
+
+
+def rank_from_environment() -> int:
+    """The number of the rank that a launcher has started; 0 without a launcher. Raises UsageError."""
+    number = os.environ.get("RANK", "0")
+    if not number.isdecimal():
+        raise UsageError(f"the environment variable RANK is {number!r}: start the ranks of the trainer with torchrun")
+    return int(number)
+
+
 def run_trainer(
     settings: BusSettings, config: TrainerConfig, stop: Event, *, weights: WeightsConfig | None = None
 ) -> None:
     """Train until all groups of the run are settled or `stop` is set; the current step is finished first.
 
-    Returns early if `stop` is set before the trainer has recovered its position.
+    Returns early if `stop` is set before the trainer has recovered its position. A process that a launcher has started
+    as another rank than 0 follows rank 0 instead.
 
     Raises RoseError if the model folder, the algorithm or a key file is broken, the checkpoint is another run's, the
     broker is unreachable or a topic is missing.
@@ -29,12 +44,25 @@ def run_trainer(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from rose.workers.trainer.commands import Leave, pack
+    from rose.workers.trainer.follower import follow
     from rose.workers.trainer.loop import Trainer
+    from rose.workers.trainer.ranks import Ranks
     from rose.workers.trainer.stream import StreamStopped
 
     sys.path[:] = with_import_paths(config.import_paths)
     disable_progress_bar()
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with suppress(StreamStopped):
-        Trainer(settings, config, weights or WeightsConfig(), stop).run()
+    ranks, weights = Ranks(config.device), weights or WeightsConfig()
+    if is_launched() or config.compute_dtype != "float32":
+        ranks.join(launched=is_launched())
+    try:
+        if ranks.leads:
+            with suppress(StreamStopped):
+                Trainer(settings, config, weights, stop, ranks).run()
+            ranks.send_to_all(pack(Leave()))
+        else:
+            follow(settings, config, weights, ranks)
+    finally:
+        ranks.leave()

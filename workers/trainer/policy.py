@@ -1,29 +1,24 @@
-"""The policy as the trainer holds it: a causal model of transformers, its folder, and the logprobs of its samples.
+"""The policy as the trainer holds it: a causal model of transformers, loaded from its folder.
 
 Keeps true
 - Weights and arithmetic are float32: the engine's recorded logprobs and the trainer's agree to about 1e-6.
-- A token's logprob is that of the distribution from which it was sampled: the logits divided by the temperature of the
-  turn.
 - The model is in evaluation mode, also for gradients: engines sample without dropout, layer dropping and router noise,
   so a policy with them would differ from the policy that sampled.
 - Attention has every feature of the configuration, as in engines: kernels that omit a feature are not used. Layers that
   vLLM computes differently from transformers are replaced (`engine_layers`).
 - A folder that does not load raises an error of one sentence, and no model is returned. Code in a folder is never run.
-- Padding is on the right, attention is causal and angles do not follow the longest row of a pass, so a token's logprob
-  does not depend on its batch.
 """
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.workers.engine_layers import replace_unlike_layers
 from rose.workers.model_config import CONFIG, SHORT_AND_LONG, match_engine_numerics
 from rose.workers.tokenizer import check_reading
+from rose.workers.trainer.logprobs import PROBED, produces_nonfinite
 from rose.workers.weights.folder_names import refuse_untied
 from rose.workers.weights.model_folder import (
     INDEX,
@@ -38,9 +33,6 @@ REASON_CHARACTERS = 300
 
 HEAD = "lm_head.weight"
 """Name of the tensor that a model with tied weights does not need."""
-
-PROBED = 8
-"""Number of tokens that a loaded policy computes for a check."""
 
 
 def load_policy(folder: Path) -> Any:
@@ -154,44 +146,3 @@ def _keep_short_angles(model: Any) -> None:
     for module in model.modules():
         if getattr(module, "rope_type", None) in SHORT_AND_LONG:
             module.rope_type = "default"  # otherwise each pass chooses new angles
-
-
-def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> Tensor:
-    """Return the logprob of every token given the tokens before it; 0 for the first token of a row.
-
-    `tokens`, `temperatures` and the result have shape (rows, tokens). `temperatures`: sampling temperature of each
-    token, above 0; None: 1 for all tokens.
-    """
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    if temperatures is not None:
-        logits = logits / temperatures[:, 1:, None]
-    picked = torch.log_softmax(logits, dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
-    return torch.nn.functional.pad(picked, (1, 0))
-
-
-def produces_nonfinite(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
-    """Whether logprobs of these tokens are not finite although all weights are finite.
-
-    A weight that is not finite is reported by name when it is published.
-    """
-    with torch.no_grad():
-        well = token_logprobs(model, tokens, temperatures).isfinite().all()
-        return not well and all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-def microbatches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences in batches of like length, each of at most `tokens` padded tokens (or one sequence)."""
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def pad_rows(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, filling: float = 0) -> Tensor:
-    """Rows of unequal length as one tensor, `filling` on the right."""
-    width = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], dtype=dtype)

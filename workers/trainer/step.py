@@ -5,7 +5,10 @@ Keeps true
   evaluation mode (`policy`), so the ratio of an on-policy token is 1.
 - Samples of a group without advantages, or without sampled tokens, are not computed: their gradient is zero, and they
   are not part of any mean.
-- How sequences are packed into passes changes only time and memory.
+- How sequences are packed into passes, and the passes spread over ranks, changes only time and memory, but for the
+  rounding of sums.
+- Every rank makes as many passes as the others, because a pass is a collective call: a rank without sequences left
+  computes two tokens, whose gradient is zero.
 - No weight changes if an engine computes another policy: the logprobs of tokens that each worker sampled with the
   policy's own version are compared before the first update.
 - A minibatch whose gradient is not finite changes no weight and is in no mean. The metrics count it and name its
@@ -14,20 +17,30 @@ Keeps true
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rose.schemas.errors import UsageError
 from rose.topics.health import HEALTH
-from rose.workers.trainer.algorithms import Algorithm, TokenBatch, TrainingSample, checked_advantages, checked_loss
+from rose.workers.trainer.algorithms import (
+    Algorithm,
+    TokenBatch,
+    TokenLoss,
+    TrainingSample,
+    checked_advantages,
+    checked_loss,
+)
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.policy import microbatches, pad_rows, produces_nonfinite, token_logprobs
+from rose.workers.trainer.logprobs import microbatches, pad_rows, produces_nonfinite, token_logprobs
+from rose.workers.trainer.ranks import ALONE, Ranks
 
 LEAST_COMPARED_TOKENS, LEAST_OF_WORKER, MOST_OF_WORKER = 16, 64, 256
 """Least on-policy tokens to judge all engines together, least to judge one engine, and enough to judge one engine."""
@@ -97,15 +110,17 @@ def train_step(
     algorithm: Algorithm,
     config: TrainerConfig,
     version: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> StepMetrics:
     """Update the model in place with one step on whole groups.
 
-    Each inner sequence of `groups` is one complete group. `version` is the model's version; None: engines are not
-    checked.
+    Each inner sequence of `groups` is one complete group; every rank gives all groups. `version` is the model's
+    version; None: engines are not checked.
 
-    Raises AlgorithmError, or EngineMismatch (`check_engines`).
+    Raises AlgorithmError, or EngineMismatch (`check_engines`); with several ranks FailedOnARank for the first.
     """
-    of_groups = [_rows(group, algorithm) for group in groups]
+    with ranks.agreed():
+        of_groups = [_rows(group, algorithm) for group in groups]
     live = [(place, rows) for place, rows in enumerate(of_groups) if rows is not None]
     samples = [sample for group in groups for sample in group]
     metrics = StepMetrics(
@@ -116,13 +131,13 @@ def train_step(
     )
     model.eval()
     if version is not None:
-        check_engines(model, [row.sample for _, rows in live for row in rows], config, version)
+        check_engines(model, [row.sample for _, rows in live for row in rows], config, version, ranks=ranks)
     learned = _Sums()
     for first in range(min(config.minibatches, len(live))):
         minibatch = live[first :: config.minibatches]
         optimizer.zero_grad(set_to_none=True)
-        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config)
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_norm))
+        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config, ranks)
+        norm = _clipped_norm(model, config.gradient_norm)
         if math.isfinite(norm):
             optimizer.step()
             metrics.gradient_norm = max(metrics.gradient_norm, norm)
@@ -136,29 +151,48 @@ def train_step(
     return metrics
 
 
-def dry_run_group(model: Any, group: Sequence[TrainingSample], *, algorithm: Algorithm, config: TrainerConfig) -> None:
+def _clipped_norm(model: Any, most: float) -> float:
+    """Scale the gradients down to the norm `most`; returns their norm before, over all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def dry_run_group(
+    model: Any,
+    group: Sequence[TrainingSample],
+    *,
+    algorithm: Algorithm,
+    config: TrainerConfig,
+    ranks: Ranks = ALONE,
+) -> None:
     """Compute the gradient of a group and discard it.
 
     Raises what a step on the group would raise; changes no weight.
     """
-    _gradients(model, _rows(group, algorithm) or [], algorithm, config)
+    with ranks.agreed():
+        rows = _rows(group, algorithm) or []
+    _gradients(model, rows, algorithm, config, ranks)
     model.zero_grad(set_to_none=True)
 
 
-def dry_run_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, config: TrainerConfig) -> bool:
+def dry_run_policy(
+    model: Any, groups: Sequence[Sequence[TrainingSample]], *, config: TrainerConfig, ranks: Ranks = ALONE
+) -> bool:
     """Return whether the policy computes finite logprobs.
 
     Tries one pass with the longest samples of these groups, since an overflow affects every sample.
     """
     samples = [sample for group in groups for sample in group if any(sample.loss_mask)]
     longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=config.microbatch_tokens), [])
-    return not (longest and produces_nonfinite(model, *_inputs([samples[index] for index in longest])))
+    part = [samples[index] for index in longest]
+    return ranks.all_true(not (part and produces_nonfinite(model, *_inputs(part, ranks.device))))
 
 
-def _inputs(samples: Sequence[TrainingSample]) -> tuple[Tensor, Tensor]:
+def _inputs(samples: Sequence[TrainingSample], device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and temperatures of one pass, each of shape (rows, tokens)."""
     tokens = pad_rows([sample.tokens for sample in samples], dtype=torch.long)
-    return tokens, pad_rows([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
+    temperatures = pad_rows([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
+    return tokens.to(device), temperatures.to(device)
 
 
 def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] | None:
@@ -170,7 +204,9 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
     return [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]
 
 
-def check_engines(model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int) -> None:
+def check_engines(
+    model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int, *, ranks: Ranks = ALONE
+) -> None:
     """Compare the model's logprobs with those that each worker's engine recorded. `version`: the model's version.
 
     About MOST_OF_WORKER tokens of each worker are compared, from its longest samples: a difference far into a context
@@ -179,7 +215,7 @@ def check_engines(model: Any, samples: Sequence[TrainingSample], config: Trainer
 
     Raises EngineMismatch if the mean absolute difference of a worker, or of all, is more than `max_logprob_difference`.
     """
-    found = {name: values for name, values in _differences(model, samples, config, version).items() if values}
+    found = {name: values for name, values in _differences(model, samples, config, version, ranks).items() if values}
     everything = [value for values in found.values() for value in values]
     judged = {name: fmean(values) for name, values in found.items() if len(values) >= LEAST_OF_WORKER}
     most = config.max_logprob_difference
@@ -201,7 +237,7 @@ def check_engines(model: Any, samples: Sequence[TrainingSample], config: Trainer
 
 
 def _differences(
-    model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int
+    model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int, ranks: Ranks
 ) -> dict[str, list[float]]:
     """Return the finite absolute differences of the logprobs of sampled tokens, in nats, by worker."""
     chosen: list[TrainingSample] = []
@@ -212,43 +248,88 @@ def _differences(
             chosen.append(sample)
             enough += own
     found: dict[str, list[float]] = {}
-    for indices in microbatches([len(sample.tokens) for sample in chosen], tokens=config.microbatch_tokens):
+    for indices in _passes([len(sample.tokens) for sample in chosen], config, ranks):
         part = [chosen[index] for index in indices]
+        mask = pad_rows([sample.loss_mask for sample in part] or [[0, 0]], dtype=torch.bool)
         with torch.no_grad():
-            logprobs = token_logprobs(model, *_inputs(part))
-        mask = pad_rows([sample.loss_mask for sample in part], dtype=torch.bool)
-        behaviour = pad_rows([sample.behaviour_logprobs for sample in part], dtype=torch.float32)
+            logprobs = _pass_logprobs(model, part, mask, ranks.device).cpu()
+        behaviour = pad_rows([sample.behaviour_logprobs for sample in part] or [[0, 0]], dtype=torch.float32)
         values = (logprobs - behaviour)[mask].abs().tolist()
         for name, value in zip(chain.from_iterable(sample.sampled_by for sample in part), values, strict=True):
             found.setdefault(name, []).extend([value] * math.isfinite(value))
         HEALTH.report_progress()
-    return found
+    together: dict[str, list[float]] = {}
+    for data in ranks.gather(msgspec.msgpack.encode(found)):
+        for name, values in msgspec.msgpack.decode(data, type=dict[str, list[float]]).items():
+            together.setdefault(name, []).extend(values)
+    return together
 
 
-def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig) -> _Sums:
-    """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients."""
-    sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
-    for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=config.microbatch_tokens):
+def _passes(lengths: Sequence[int], config: TrainerConfig, ranks: Ranks) -> Iterator[list[int]]:
+    """This rank's share of the microbatches of sequences of these lengths: as many on all ranks, some may be empty."""
+    batches = list(microbatches(lengths, tokens=config.microbatch_tokens))
+    for first in range(0, len(batches), ranks.size):
+        mine = first + ranks.rank
+        yield batches[mine] if mine < len(batches) else []
+
+
+def _pass_logprobs(model: Any, samples: Sequence[TrainingSample], mask: Tensor, device: torch.device) -> Tensor:
+    """Logprobs of the tokens in `mask`, of shape (rows, tokens); two zeros for a pass without samples."""
+    if not samples:
+        return token_logprobs(model, torch.zeros((1, 2), dtype=torch.long, device=device)) * 0.0
+    return token_logprobs(model, *_inputs(samples, device), mask.to(device))
+
+
+def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig, ranks: Ranks) -> _Sums:
+    """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients.
+
+    Raises what the algorithm raises; with several ranks FailedOnARank, after all ranks have made all passes.
+    """
+    sums = _Sums()
+    tokens = sum(sum(row.sample.loss_mask) for row in rows)
+    fault: Exception | None = None
+    for indices in _passes([len(row.sample.tokens) for row in rows], config, ranks):
         part = [rows[index] for index in indices]
-        batch = TokenBatch(
-            logprobs=token_logprobs(model, *_inputs([row.sample for row in part])),
-            behaviour_logprobs=pad_rows([row.sample.behaviour_logprobs for row in part], dtype=torch.float32),
-            advantages=torch.tensor([[row.advantage] for row in part]),
-            loss_mask=pad_rows([row.sample.loss_mask for row in part], dtype=torch.bool),
-        )
-        loss = checked_loss(algorithm, batch)
-        (loss.summed / max(sums.tokens, 1)).backward()  # type: ignore[no-untyped-call]
+        mask = pad_rows([row.sample.loss_mask for row in part] or [[0, 0]], dtype=torch.bool)
+        logprobs = _pass_logprobs(model, [row.sample for row in part], mask, ranks.device)
+        summed = logprobs.sum() * 0.0
+        if part and fault is None:
+            batch = _batch(part, logprobs, mask.to(ranks.device))
+            try:
+                loss = checked_loss(algorithm, batch)
+                summed = loss.summed
+                _observe(sums, batch, loss)
+            except Exception as error:  # of a user's algorithm
+                if ranks.size == 1:
+                    raise
+                fault = error
+        # FSDP2 divides the sum of the ranks' gradients by their number.
+        (summed * ranks.size / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
         HEALTH.report_progress()
-        sums.loss += float(loss.summed.detach())
-        _observe(sums, batch, loss.clipped)
+    ranks.raise_agreed(fault)
+    sums.tokens = tokens
+    sums.loss, sums.ratio, sums.divergence, sums.clipped = ranks.sum(
+        [sums.loss, sums.ratio, sums.divergence, sums.clipped]
+    )
     return sums
 
 
-def _observe(sums: _Sums, batch: TokenBatch, clipped: Tensor | None) -> None:
+def _batch(part: Sequence[_Row], logprobs: Tensor, mask: Tensor) -> TokenBatch:
+    behaviour = pad_rows([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
+    return TokenBatch(
+        logprobs=logprobs,
+        behaviour_logprobs=behaviour.to(mask.device),
+        advantages=torch.tensor([[row.advantage] for row in part]).to(mask.device),
+        loss_mask=mask,
+    )
+
+
+def _observe(sums: _Sums, batch: TokenBatch, loss: TokenLoss) -> None:
+    sums.loss += float(loss.summed.detach())
     log_ratio = (batch.logprobs.detach() - batch.behaviour_logprobs)[batch.loss_mask].double()
     ratio = log_ratio.exp()  # at most that of MIN_LOGPROB
     sums.ratio += float(ratio.sum())
     # The estimator r - 1 - log r of the KL divergence is never negative and has low variance.
     sums.divergence += float((ratio - 1 - log_ratio).sum())
-    if clipped is not None:
-        sums.clipped += float(clipped[batch.loss_mask].sum())
+    if loss.clipped is not None:
+        sums.clipped += float(loss.clipped[batch.loss_mask].sum())

@@ -36,7 +36,6 @@ from rose.workers.trainer.selection import still_relevant
 from rose.workers.trainer.step_log import StepLine, decode_line, encode_line
 from rose.workers.trainer.stream import SampleStream, Settlement
 from rose.workers.weights.config import WeightsConfig
-from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.publish import make_publisher
 from rose.workers.weights.tensors import NotFinite, Snapshot
 
@@ -55,12 +54,11 @@ class PolicyVersions:
         config: TrainerConfig,
         weights: WeightsConfig,
         learner: Learner,
-        tensors: FolderTensors,
         stream: SampleStream,
         stop: Event,
     ) -> None:
-        """`tensors`: the learner's policy under the names of its folder. `stop` is set when publishing fails."""
-        self._learner, self._tensors, self._stop = learner, tensors, stop
+        """`stop` is set when publishing fails."""
+        self._learner, self._stop = learner, stop
         self._max_staleness = config.max_staleness
         self._identity = Identity(
             run=config.run_folder.resolve().name, namespace=settings.namespace, model_id=config.model_id
@@ -77,17 +75,12 @@ class PolicyVersions:
     @property
     def folder_digest(self) -> bytes:
         """Digest of the model folder, as `FolderTensors` has it."""
-        return self._tensors.folder_digest
+        return self._learner.tensors.folder_digest
 
     def load(self, progress: Progress) -> None:
         """Make the version of one of the run's checkpoints the current one. Raises CheckpointRefused."""
         self._learner.restore(self.checkpoints, progress)
         self.progress, self.current, self.abandoned = progress, progress.version, progress.abandoned
-
-    def undo(self) -> None:
-        """Restore the current version from its checkpoint."""
-        assert self.progress is not None
-        self._learner.restore(self.checkpoints, self.progress)
 
     def begin_epoch(self, *, epoch: int = -1, version: int = -1) -> None:
         """Give the current policy a number above all others, in a new epoch.
@@ -101,10 +94,10 @@ class PolicyVersions:
         self.publisher.wait_until_published(HEALTH.report_progress)
         return self.publisher.next_version
 
-    def snapshot(self) -> Snapshot:
-        """A snapshot of the current version. Raises PolicyRefused if a value is not finite."""
+    def snapshot(self) -> tuple[Snapshot, bytes]:
+        """A snapshot of the current version, and its digest. Raises PolicyRefused if a value is not finite."""
         try:
-            return self.publisher.snapshot(self._tensors)
+            return self._learner.snapshot(self.publisher)
         except NotFinite as error:
             raise PolicyRefused(f"version {self.current} is neither kept nor published: {error}") from error
 
@@ -114,7 +107,7 @@ class PolicyVersions:
         `line`: the step's line; None if no step made the version. `trained`: perf_counter() seconds at the end of
         training.
         """
-        snapshot = self.snapshot()
+        snapshot, digest = self.snapshot()
         saving = perf_counter()
         if line is not None:
             line.publishing_seconds = saving - trained
@@ -123,20 +116,23 @@ class PolicyVersions:
             identity=self._identity,
             version=self.current,
             epoch=self.publisher.epoch,
-            weights_digest=snapshot.digest(),
+            weights_digest=digest,
             abandoned=self.abandoned,
             outcomes=tuple(encode(outcome) for outcome in settlement.outcomes),
             step_line=b"" if line is None else encode_line(line),
             schedule_steps=self._learner.schedule_steps,
             folder_digest=self.folder_digest,
         )
-        self.checkpoints.save(self.progress, self._learner.model, self._learner.optimizer)
+        self._learner.save(self.checkpoints, self.progress)
         if line is not None:
             line.checkpoint_seconds = perf_counter() - saving
-        self.publish(snapshot, settlement)
+        self.publish(snapshot, digest, settlement)
 
-    def publish(self, snapshot: Snapshot, settlement: Settlement) -> None:
-        """Begin to publish the current version while training goes on. A failure ends the run."""
+    def publish(self, snapshot: Snapshot, digest: bytes, settlement: Settlement) -> None:
+        """Begin to publish the current version while training goes on. A failure ends the run.
+
+        `digest`: that of the whole policy, of which `snapshot` has rank 0's part.
+        """
         began = perf_counter()
 
         def published(done: Future[WeightManifest]) -> None:
@@ -146,7 +142,11 @@ class PolicyVersions:
                 metrics.PUBLISHING_SECONDS.observe(perf_counter() - began)
                 metrics.POLICY_VERSION.set(done.result().version)
 
-        publishing = self.publisher.publish_snapshot(snapshot, self.current, settlement.commit)
+        self.wait_until_published()  # what other ranks put depends on what the log has
+        merge = self._learner.put_parts(self.publisher, snapshot, self.current)
+        publishing = self.publisher.publish_snapshot(
+            snapshot, self.current, settlement.commit, digest=digest, merge=merge
+        )
         publishing.add_done_callback(published)
 
 
@@ -226,16 +226,16 @@ def _import_checkpoint(
 def _go_on(progress: Progress, newest: WeightManifest | None, versions: PolicyVersions, stream: SampleStream) -> None:
     """Restore a checkpoint that the log may know, and publish its version again or in a new epoch."""
     versions.load(progress)
-    snapshot, publisher = versions.snapshot(), versions.publisher
+    (snapshot, digest), publisher = versions.snapshot(), versions.publisher
     level = newest is not None and (newest.epoch, newest.version) == (progress.epoch, progress.version)
     ahead = progress.version >= publisher.next_version and progress.epoch == publisher.epoch
     unsettled = progress.outcomes if ahead else ()  # otherwise they were committed with the version
     settlement = stream.settlement([decode(SampleOutcome, wire) for wire in unsettled])
-    travels_alike = snapshot.digest() == progress.weights_digest
+    travels_alike = digest == progress.weights_digest
     if (level or ahead) and travels_alike:
         log.info("run_resumed", version=versions.current)
         # As an anchor, so that executors that join later need not read far back.
-        versions.publish(snapshot, settlement)
+        versions.publish(snapshot, digest, settlement)
     elif ahead and not level:
         log.info("run_resumed", version=versions.current, reason=ENCODING_CHANGED)
         versions.save_and_publish(settlement)  # saved again with the digest that the log will have

@@ -195,16 +195,21 @@ class WeightPublisher:
         commit: Callable[[SignedManifest], None] | None = None,
         *,
         step: int | None = None,
+        digest: bytes | None = None,
+        merge: Callable[[WeightManifest], WeightManifest] | None = None,
     ) -> Future[WeightManifest]:
         """Publish a snapshot that was made before.
+
+        With several ranks, `digest` is that of the whole policy, and `merge` merges this rank's manifest with those of
+        the others, on the publisher's thread; the anchors are then those that `needs_anchor` has said.
 
         `commit` writes the signed manifest, on the publisher's thread; a caller passes it to write other records in the
         same transaction. The returned manifest has all slices; the written one may have them in an index.
         """
         self.wait_until_published()
-        self._version_numbers.check(version, snapshot.digest())
+        self._version_numbers.check(version, snapshot.digest() if digest is None else digest)
         step = version if step is None else step
-        self._publishing = self._thread.submit(self._publish, snapshot, version, step, commit or self._write)
+        self._publishing = self._thread.submit(self._publish, snapshot, version, step, commit or self._write, merge)
         return self._publishing
 
     def wait_until_published(self, on_wait: Callable[[], None] = noop) -> None:
@@ -226,21 +231,30 @@ class WeightPublisher:
         """A copy of the tensors that this process owns, in the published element type. Raises LayoutError."""
         return snapshot_of(named_tensors, dtype=self._dtype, column_parts=self._column_parts)
 
+    def needs_anchor(self, snapshot: Snapshot, version: int) -> bool:
+        """Whether the next version, of this snapshot, has to be an anchor."""
+        return self._anchor_due(snapshot) or self._fitting_base(snapshot, version) is None
+
     def put(
-        self, snapshot: Snapshot, version: int, *, step: int, published_at: float, anchor: bool | None = None
+        self,
+        snapshot: Snapshot,
+        version: int,
+        *,
+        step: int,
+        published_at: float,
+        anchor: bool | None = None,
+        epoch: int | None = None,
     ) -> WeightManifest:
         """Store a version's chunks, on any thread, and return the manifest that would commit them.
 
         `published_at`: Unix seconds. `anchor`: whether the version is an anchor; None applies the publisher's own rule.
-        Ranks whose manifests are merged must pass the same value. If the manifest is not committed, the publisher must
-        be discarded, since its next version builds on this one. Raises what `publish` raises.
+        Ranks whose manifests are merged must pass the same value. `epoch`: the version's; None for that of this
+        publisher. If the manifest is not committed, the publisher must be discarded, since its next version builds on
+        this one. Raises what `publish` raises.
         """
         started = perf_counter()
-        base = (
-            None
-            if (self._anchor_due(snapshot) if anchor is None else anchor)
-            else self._fitting_base(snapshot, version)
-        )
+        begins = self.needs_anchor(snapshot, version) if anchor is None else anchor
+        base = None if begins else self._fitting_base(snapshot, version)
         boxes = [
             (number, name, box)
             for number, name in enumerate(snapshot.specs)
@@ -263,7 +277,7 @@ class WeightPublisher:
         manifest = WeightManifest(
             model_id=self.trust.model_id,
             run=self.trust.run,
-            epoch=self._version_numbers.epoch,
+            epoch=self._version_numbers.epoch if epoch is None else epoch,
             version=version,
             base_version=None if base is None else self._base_version,
             step=step,
@@ -291,9 +305,16 @@ class WeightPublisher:
         self._commit(manifest, self._write)
 
     def _publish(
-        self, snapshot: Snapshot, version: int, step: int, commit: Callable[[SignedManifest], None]
+        self,
+        snapshot: Snapshot,
+        version: int,
+        step: int,
+        commit: Callable[[SignedManifest], None],
+        merge: Callable[[WeightManifest], WeightManifest] | None,
     ) -> WeightManifest:
         manifest = self.put(snapshot, version, step=step, published_at=time.time())
+        if merge is not None:
+            manifest = merge(manifest)
         self._commit(manifest, commit)
         return manifest
 

@@ -85,8 +85,8 @@ class TokenBatch:
     """The tokens of some trajectories, one row each, padded on the right."""
 
     logprobs: Tensor
-    """Logprob of each token under the current policy, at the temperature of its turn. Shape (rows, tokens), float32;
-    carries the gradient."""
+    """Logprob of each token in `loss_mask` under the current policy, at the temperature of its turn; 0 elsewhere.
+    Shape (rows, tokens), float32; carries the gradient."""
     behaviour_logprobs: Tensor
     """Logprob that the engine recorded when it sampled the token, possibly under an older policy. Shape (rows, tokens),
     float32. Any value, also NaN, where `loss_mask` is False."""

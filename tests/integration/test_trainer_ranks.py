@@ -1,0 +1,295 @@
+"""A trainer of several ranks: learns what one process learns, publishes shards, and resumes what any number saved."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rose.pipeline.audit import audit_log
+from rose.schemas.samples import Outcome
+from rose.topics.local_broker import free_ports
+from rose.topics.settings import BusSettings
+from rose.workers.trainer.checkpoint import Checkpoints
+from rose.workers.trainer.learner import Learner
+from rose.workers.trainer.main import run_trainer
+from rose.workers.trainer.replica import Replica
+from rose.workers.trainer.step_log import read_step_log
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.receive import WeightReceiver
+from rose.workers.weights.trust import make_trust
+from tests.support.brokers import AnyBroker, flags
+from tests.support.trainer_fixtures import (
+    GROUP_SIZE,
+    PRELOADED,
+    STEPS,
+    Result,
+    config_of,
+    log_with_samples,
+    make_samples,
+    result_of,
+)
+from tests.support.waiting import WAIT_SECONDS
+
+pytestmark = pytest.mark.slow
+
+JOIN_SECONDS = 300.0
+"""Time for the ranks of a run on a busy machine."""
+
+RAISING = """
+import torch
+from rose.workers.trainer.algorithms import TokenBatch, TokenLoss
+from rose.workers.trainer.algorithms.group_relative import Grpo
+
+class Own(Grpo):
+    def loss(self, batch: TokenBatch) -> TokenLoss:
+        if (batch.advantages.abs() == 7.0).any():
+            raise ValueError("no loss for seven")
+        return super().loss(batch)
+
+    def advantages(self, group):
+        if len(group[0].tokens) == {length} and group[0].tokens[2] == {token}:
+            return [7.0] * len(group)
+        return super().advantages(group)
+"""
+
+
+def train_on_ranks(
+    settings: BusSettings,
+    model_folder: Path,
+    run_folder: Path,
+    size: int,
+    *,
+    kills: tuple[int, int] | None = None,
+    weights: WeightsConfig | None = None,
+    **change: Any,
+) -> list[int | None]:
+    """Train with this many ranks; returns their exit statuses. `kills`: a rank, and a version that it dies to save."""
+    change = {"microbatch_tokens": 40, **change}  # so that every rank has sequences
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, __name__])
+    port = free_ports(1)[0]
+    processes = [
+        context.Process(
+            target=_run_rank,
+            args=(settings, model_folder, run_folder, rank, size, port, kills, weights, change),
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(JOIN_SECONDS)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _run_rank(
+    settings: BusSettings,
+    model_folder: Path,
+    run_folder: Path,
+    rank: int,
+    size: int,
+    port: int,
+    kills: tuple[int, int] | None,
+    weights: WeightsConfig | None,
+    change: dict[str, Any],
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if kills is not None and kills[0] == rank:
+        _die_instead_of_saving(kills[1])
+    run_trainer(settings, config_of(model_folder, run_folder, **change), Event(), weights=weights)
+
+
+def _die_instead_of_saving(version: int) -> None:
+    save: Callable[..., None] = Replica.save
+
+    def armed(self: Replica, checkpoints: Checkpoints, progress: Any) -> None:
+        if progress.version == version:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(self, checkpoints, progress)
+
+    Replica.save = armed  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    return log_with_samples(broker, namespace)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    broker: AnyBroker, policy_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Result, Path]]:
+    """The run of one process."""
+    settings = log_with_samples(broker, f"alone-{tmp_path_factory.getbasetemp().name}-{id(broker)}.")
+    run_folder = tmp_path_factory.mktemp("alone") / "run"
+    run_trainer(settings, config_of(policy_folder, run_folder), Event())
+    yield result_of(settings), run_folder
+
+
+@pytest.fixture(scope="module")
+def together(
+    broker: AnyBroker, policy_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Result, Path, BusSettings]:
+    """The run of two ranks."""
+    settings = log_with_samples(broker, f"together-{tmp_path_factory.getbasetemp().name}-{id(broker)}.")
+    run_folder = tmp_path_factory.mktemp("together") / "run"
+    assert train_on_ranks(settings, policy_folder, run_folder, 2) == [0, 0]
+    return result_of(settings), run_folder, settings
+
+
+def exported(run_folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(run_folder / "model" / "model.safetensors")
+    return tensors
+
+
+def assert_close(run_folder: Path, other: Path) -> None:
+    """Assert the same steps and policies, but for the rounding of sums that are added in another order."""
+    for mine, theirs in zip(read_step_log(run_folder), read_step_log(other), strict=True):
+        for name in ("tokens", "groups", "outcomes", "skipped_minibatches"):
+            assert mine[name] == theirs[name]
+        for name in ("loss", "gradient_norm", "importance_mean", "kl_behaviour", "clipped_share"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    weights, expected = exported(run_folder), exported(other)
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-4), name
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_learn_what_one_process_learns(
+    settings: BusSettings, policy_folder: Path, alone: tuple[Result, Path], tmp_path: Path, size: int
+) -> None:
+    run_folder = tmp_path / "run"
+    assert train_on_ranks(settings, policy_folder, run_folder, size, recompute_activations=size == 4) == [0] * size
+    assert_close(run_folder, alone[1])
+    assert result_of(settings).outcomes == alone[0].outcomes
+    assert audit_log(settings).clean
+
+
+def test_published_shards_are_the_exported_policy_bit_for_bit(
+    together: tuple[Result, Path, BusSettings], policy_folder: Path
+) -> None:
+    _, run_folder, settings = together
+    weights = exported(run_folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    receiver = WeightReceiver(settings, make_trust(settings, "policy", WeightsConfig()), shapes=shapes)
+    receiver.start()
+    try:
+        staged = receiver.staged(WAIT_SECONDS)
+    finally:
+        receiver.stop()
+    assert staged is not None and staged.version == STEPS
+    assert len(staged.manifest.slices) > len(weights), "each rank publishes its own rows"
+    assert all(torch.equal(staged.tensors[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_ends_the_job_and_a_restart_resumes_exactly(
+    settings: BusSettings,
+    policy_folder: Path,
+    together: tuple[Result, Path, BusSettings],
+    tmp_path: Path,
+    rank: int,
+) -> None:
+    run_folder = tmp_path / "run"
+    ended = train_on_ranks(settings, policy_folder, run_folder, 2, kills=(rank, 2))
+    assert ended[rank] == -signal.SIGKILL and ended[1 - rank] not in (0, None)
+    assert train_on_ranks(settings, policy_folder, run_folder, 2) == [0, 0]
+    assert result_of(settings) == together[0]
+    weights, expected = exported(run_folder), exported(together[1])
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert audit_log(settings).clean
+
+
+def test_any_number_of_ranks_resumes_what_another_saved(
+    settings: BusSettings, policy_folder: Path, alone: tuple[Result, Path], tmp_path: Path
+) -> None:
+    """Three ranks have uneven shards."""
+    run_folder = tmp_path / "run"
+    train_on_ranks(settings, policy_folder, run_folder, 2, kills=(1, 2))
+    train_on_ranks(settings, policy_folder, run_folder, 3, kills=(2, 4))
+    run_trainer(settings, config_of(policy_folder, run_folder), Event())
+    assert audit_log(settings).clean
+    weights, expected = exported(run_folder), exported(alone[1])
+    assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-4) for name in expected)
+
+
+def test_checkpoint_of_ranks_has_the_weights_that_they_published(
+    together: tuple[Result, Path, BusSettings], policy_folder: Path
+) -> None:
+    """The optimizer's state is read back too: one more step of the restored learner is a step from this policy."""
+    _, run_folder, _ = together
+    config = config_of(policy_folder, run_folder)
+    learner, checkpoints = Learner(config), Checkpoints(config.checkpoints, None)
+    learner.restore(checkpoints, next(checkpoints.newest_first()))
+    weights = exported(run_folder)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in learner.model.named_parameters())
+    assert all(state["exp_avg_sq"].abs().sum() > 0 for state in learner.optimizer.state.values())
+
+
+def test_group_that_fails_on_one_rank_is_settled_as_failed_and_training_continues(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
+) -> None:
+    first = min((one for one in make_samples() if one.group_id == "g04"), key=lambda one: one.trajectory_id)
+    tokens = memoryview(first.tokens).cast("I")
+    code = RAISING.replace("{length}", str(len(tokens))).replace("{token}", str(tokens[2]))
+    (tmp_path / "raises_on_seven.py").write_text(code)
+    run_folder = tmp_path / "run"
+    ended = train_on_ranks(
+        settings, policy_folder, run_folder, 2, algorithm="raises_on_seven:Own", import_paths=(tmp_path,)
+    )
+    assert ended == [0, 0]
+    failed = {name for name, outcome, _ in result_of(settings).outcomes if outcome is Outcome.INFRA_FAILED}
+    assert failed == {f"g04:{index}" for index in range(GROUP_SIZE)} | {"g05:0"}
+    assert audit_log(settings).clean
+
+
+@pytest.mark.long
+def test_torchrun_starts_the_command_on_two_ranks(
+    settings: BusSettings, policy_folder: Path, alone: tuple[Result, Path], tmp_path: Path
+) -> None:
+    config = config_of(policy_folder, tmp_path / "runs" / "run")
+    names = ["groups_per_step", "total_groups", "max_staleness", "max_logprob_difference", "learning_rate"]
+    names += ["learning_rate_warmup_steps", "learning_rate_schedule", "learning_rate_decay_steps"]
+    changes = {f"trainer.{name}": getattr(config, name) for name in names}
+    changes |= {"model.folder": policy_folder, "run.folder": tmp_path / "runs", "run.name": "run"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = [sys.executable, *launcher, sys.executable, "-P", "-m", "rose.pipeline.cli.main", "trainer"]
+    pairs = [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
+    done = subprocess.run([*command, *pairs, *flags(settings)], capture_output=True, text=True, timeout=JOIN_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_close(config.run_folder, alone[1])
+    assert audit_log(settings).clean
+
+
+def test_bfloat16_trains_with_float32_master_weights_on_one_rank(
+    settings: BusSettings, policy_folder: Path, alone: tuple[Result, Path], tmp_path: Path
+) -> None:
+    run_folder = tmp_path / "run"
+    store = WeightsConfig(store=str(tmp_path / "store"), store_above_bytes=0)
+    ended = train_on_ranks(settings, policy_folder, run_folder, 1, weights=store, compute_dtype="bfloat16")
+    assert ended == [0]
+    weights, expected = exported(run_folder), exported(alone[1])
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    change = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+    assert 0 < change < 1e-2
+    assert list((tmp_path / "store").iterdir())

@@ -1,0 +1,227 @@
+"""Logprobs of tokens under a causal model, with memory that does not grow with the vocabulary times the context.
+
+Keeps true
+- A token's logprob is that of the distribution from which it was sampled: the logits divided by the temperature of the
+  turn.
+- Padding is on the right, attention is causal and angles do not follow the longest row of a pass, so a token's logprob
+  does not depend on its batch.
+- Logits exist for the wanted tokens only, and for at most MOST_LOGITS values at once: the backward pass computes them
+  again. A model whose head cannot be applied apart computes the logits of all tokens at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+MOST_LOGITS = 32 << 20
+"""Most logits, tokens times vocabulary, that exist at once."""
+
+PROBED = 8
+"""Number of tokens of the pass that finds out how a model's head can be applied apart."""
+
+TOLERANCE = 1e-4
+"""Largest difference, relative to the largest logit, of a head that is applied apart."""
+
+Head = Callable[[Tensor], Tensor]
+"""Maps hidden states of shape (..., hidden) to logits of shape (..., vocabulary)."""
+
+_heads: "WeakKeyDictionary[Any, Head | None]" = WeakKeyDictionary()
+"""The head of each model that was asked for; None if the head cannot be applied apart."""
+
+
+class LogprobModule(torch.nn.Module):
+    """A causal model whose `forward` is `token_logprobs`: FSDP2 has the weights whole only inside `forward`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        head_of(model)  # needs the weights whole
+
+    def forward(self, tokens: Tensor, temperatures: Tensor | None, wanted: Tensor | None) -> Tensor:
+        """See `token_logprobs`."""
+        return token_logprobs(self.model, tokens, temperatures, wanted)
+
+
+def token_logprobs(
+    model: Any, tokens: Tensor, temperatures: Tensor | None = None, wanted: Tensor | None = None
+) -> Tensor:
+    """Return the logprob of every wanted token given the tokens before it.
+
+    0 for the first token of a row and for tokens that are not wanted.
+
+    `model`: a `transformers.PreTrainedModel` or a LogprobModule. `tokens`, `temperatures`, `wanted` and the result have
+    shape (rows, tokens); the result is float32. `temperatures`: sampling temperature of each token, above 0; None: 1
+    for all tokens. `wanted`: bool; None: all tokens.
+    """
+    if isinstance(model, LogprobModule):
+        result: Tensor = model(tokens, temperatures, wanted)
+        return result
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    divisors = None if temperatures is None else temperatures[:, 1:, None]
+    head = head_of(model)
+    if head is None:
+        picked = _picked(model(input_ids=inputs, use_cache=False).logits, targets, divisors)
+        return torch.nn.functional.pad(picked if wanted is None else picked * wanted[:, 1:], (1, 0))
+    hidden = _hidden_states(model, inputs)
+    places = torch.ones_like(targets, dtype=torch.bool) if wanted is None else wanted[:, 1:]
+    parts = _in_parts(head, hidden[places], targets[places], None if divisors is None else divisors[places])
+    picked = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device).masked_scatter(places, parts)
+    return torch.nn.functional.pad(picked, (1, 0))
+
+
+def _in_parts(head: Head, hidden: Tensor, targets: Tensor, divisors: Tensor | None) -> Tensor:
+    """Logprobs of `targets`, shape (tokens,), from hidden states of shape (tokens, hidden)."""
+
+    def logprobs(hidden: Tensor, targets: Tensor, divisors: Tensor | None) -> Tensor:
+        return _picked(head(hidden), targets, divisors)
+
+    with torch.no_grad():
+        vocabulary = head(hidden[:1]).shape[-1] if len(hidden) else 1
+    count = max(1, MOST_LOGITS // vocabulary)
+    if len(hidden) <= count:
+        return logprobs(hidden, targets, divisors)
+    parts = [
+        checkpoint(
+            logprobs,
+            hidden[at : at + count],
+            targets[at : at + count],
+            None if divisors is None else divisors[at : at + count],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for at in range(0, len(hidden), count)
+    ]
+    return torch.cat(parts)
+
+
+def _picked(logits: Tensor, targets: Tensor, divisors: Tensor | None) -> Tensor:
+    logits = logits.float()
+    if divisors is not None:
+        logits = logits / divisors
+    return torch.log_softmax(logits, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
+
+
+def produces_nonfinite(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
+    """Whether logprobs of these tokens are not finite although all weights are finite.
+
+    A weight that is not finite is reported by name when it is published.
+    """
+    with torch.no_grad():
+        well = token_logprobs(model, tokens, temperatures).isfinite().all()
+        return not well and all(bool(_local(parameter).isfinite().all()) for parameter in model.parameters())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of the tensor that this process holds."""
+    local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return local
+
+
+def microbatches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
+    """Indices of sequences in batches of like length, each of at most `tokens` padded tokens (or one sequence)."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def pad_rows(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, filling: float = 0) -> Tensor:
+    """Rows of unequal length as one tensor, `filling` on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], dtype=dtype)
+
+
+def head_of(model: Any) -> Head | None:
+    """Return what maps the model's hidden states to its logits; None if the head cannot be applied apart.
+
+    The answer is tried on a short pass of the model when it is first asked for, and kept as long as the model.
+    """
+    if model not in _heads:
+        _heads[model] = _tried_head(model)
+    return _heads[model]
+
+
+def _tried_head(model: Any) -> Head | None:
+    output = model.get_output_embeddings()
+    if output is None:
+        return None
+    device = next(model.parameters()).device
+    tokens = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings), device=device)[None]
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits
+        try:
+            hidden = _hidden_states(model, tokens)
+        except HeadNotCalled:
+            return None
+        for transform in _transforms(model.config):
+            head = _joined(output, transform)
+            found = head(hidden)
+            if found.shape == logits.shape and _alike(found, logits):
+                return head
+    return None
+
+
+def _alike(found: Tensor, logits: Tensor) -> bool:
+    """Whether the logits are the same up to rounding. Equal ones may all be NaN: the folder is refused elsewhere."""
+    most = logits.abs().max().clamp_min(1e-6)
+    return torch.allclose(found / most, logits / most, rtol=0.0, atol=TOLERANCE, equal_nan=True)
+
+
+def _joined(output: Any, transform: Callable[[Tensor], Tensor]) -> Head:
+    kind, parameters = type(output), output
+
+    def head(hidden: Tensor) -> Tensor:
+        return transform(kind.forward(parameters, hidden))
+
+    return head
+
+
+def _transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What models of transformers do to the logits behind the head: nothing, a factor, or a soft cap."""
+    yield lambda logits: logits
+    if factor := getattr(config, "logit_scale", None):  # Cohere
+        yield lambda logits: logits * factor
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        yield lambda logits: logits / divisor
+    if multiplier := getattr(config, "lm_head_multiplier", None):  # Falcon-H1
+        yield lambda logits: logits * multiplier
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        yield lambda logits: torch.tanh(logits / cap) * cap
+
+
+class HeadNotCalled(Exception):
+    """A model's forward pass does not call its output embedding as a module, once."""
+
+
+def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
+    """The hidden states that the model gives to its head, of shape (rows, tokens, hidden). Raises HeadNotCalled."""
+    with _capture(model.get_output_embeddings()) as captured:
+        model(input_ids=tokens, use_cache=False)
+    if len(captured) != 1 or captured[0].shape[:2] != tokens.shape:
+        raise HeadNotCalled
+    return captured[0]
+
+
+@contextmanager
+def _capture(output: Any) -> Iterator[list[Tensor]]:
+    """Have the module keep its input instead of computing. Its result, which is not used, is a column of the input."""
+    captured: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        captured.append(hidden)
+        return hidden[..., :1]
+
+    output.forward = forward
+    try:
+        yield captured
+    finally:
+        del output.forward

@@ -1,0 +1,163 @@
+"""The processes of one trainer: rank 0 is the only one on the bus for samples and outcomes, the others compute with it.
+
+Keeps true
+- All ranks make the same collective calls in the same order. A rank that fails elsewhere ends, and with it the others:
+  a collective call with a rank that is gone raises.
+- A fault that a step can bear is agreed before it is raised, so all ranks raise it at the same place.
+- Messages between ranks are bytes of typed MessagePack.
+- One rank without a launcher uses no process group.
+
+The launcher is torchrun, or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from rose.schemas.errors import RoseError, UsageError
+
+PATIENCE = timedelta(days=30)
+"""Longest time that a rank waits for the others: rank 0 may wait for samples for as long."""
+
+
+class RankLost(RoseError):
+    """Another rank of the trainer has ended."""
+
+
+class FailedOnARank(Exception):
+    """A step failed on one of the ranks; raised on all of them."""
+
+
+class Ranks:
+    """The ranks of this trainer, seen from one of them: a single process, until `join`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        """`device`: `cpu` or `cuda`; on `cuda`, each rank of a host has a GPU of its own. Raises UsageError."""
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("trainer.device is cuda, and torch finds no GPU here: set cpu, or install torch for CUDA")
+        local = os.environ.get("LOCAL_RANK", "0")
+        self.device = torch.device(f"cuda:{local}" if device == "cuda" else "cpu")
+        self.rank, self.size = 0, 1
+        self.grouped = False
+        """Whether there is a process group, as FSDP2 needs."""
+        self.publishing: Any = None
+        """Process group of the threads that publish: their calls have an order of their own."""
+        self._control: Any = None
+
+    def join(self, *, launched: bool) -> None:
+        """Join the ranks that a launcher has started, or make a group of this process alone. Raises UsageError."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        try:
+            if launched:
+                dist.init_process_group(backend, timeout=PATIENCE)
+            else:
+                dist.init_process_group(backend, timeout=PATIENCE, store=HashStore(), rank=0, world_size=1)
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"the ranks of the trainer do not find each other ({error}): start them with torchrun"
+            ) from error
+        self.rank, self.size, self.grouped = dist.get_rank(), dist.get_world_size(), True
+        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.publishing = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        if self.grouped:
+            self.grouped = False
+            dist.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def send_to_all(self, data: bytes) -> None:
+        """Send a message from rank 0 to the others, which call `receive`. Raises RankLost."""
+        if self.size > 1:
+            with _lost_ranks():
+                dist.broadcast(torch.tensor([len(data)]), 0, group=self._control)
+                dist.broadcast(_tensor_of(data), 0, group=self._control)
+
+    def receive(self) -> bytes:
+        """Wait for the next message of rank 0. Raises RankLost."""
+        with _lost_ranks():
+            length = torch.zeros(1, dtype=torch.long)
+            dist.broadcast(length, 0, group=self._control)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(data, 0, group=self._control)
+        return data.numpy().tobytes()
+
+    def gather(self, data: bytes, *, group: Any = None) -> list[bytes]:
+        """The messages of all ranks, in their order, on every rank. Raises RankLost.
+
+        `group`: the process group; None for that of the main threads.
+        """
+        if self.size == 1:
+            return [data]
+        group = group or self._control
+        with _lost_ranks():
+            lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+            most = max(map(int, lengths))
+            parts = [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(parts, torch.nn.functional.pad(_tensor_of(data), (0, most - len(data))), group=group)
+        return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums of the ranks' values, place by place. Raises RankLost."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        with _lost_ranks():
+            dist.all_reduce(total, group=self._control)
+        found: list[float] = total.tolist()
+        return found
+
+    def all_true(self, value: bool) -> bool:
+        """Whether the value is true on all ranks. Raises RankLost."""
+        return self.sum([float(not value)])[0] == 0
+
+    def raise_agreed(self, error: Exception | None) -> None:
+        """Raise if a rank has an error: `error` itself on a single rank, otherwise FailedOnARank on all ranks."""
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        texts = self.gather(b"" if error is None else f"{type(error).__name__}: {error}".encode())
+        if failed := [(rank, text) for rank, text in enumerate(texts) if text]:
+            rank, text = failed[0]
+            raise FailedOnARank(f"on rank {rank}: {text.decode()}") from error
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Have an exception of the block, which makes no collective call, raised on all ranks (`raise_agreed`)."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001  of a user's algorithm; raised again on all ranks
+            error = raised
+        self.raise_agreed(error)
+
+
+ALONE = Ranks()
+"""A trainer of one process."""
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo has no type of its own for a connection that the other side has closed
+        raise RankLost(f"another rank of the trainer has ended, so this rank ends too ({str(error)[:200]})") from error
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

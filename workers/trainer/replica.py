@@ -1,0 +1,274 @@
+"""The policy in training as one rank holds it: its rows of the weights and of the optimizer's state.
+
+Keeps true
+- Every method is called on all ranks with the same arguments, and has the same result or agreed exception on all.
+- `undo` restores the state that was saved or restored last, bit for bit.
+- With one process and float32, weights are plain tensors, without a process group. Otherwise FSDP2 shards them: master
+  weights, gradients and optimizer state are float32, each rank holds its rows, and a layer's weights are whole only
+  while the layer computes.
+- The learning rate of a step depends only on the settings and on the number of steps before it, so a run that is
+  resumed has the learning rates of a run that was not interrupted.
+"""
+
+import math
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+
+from rose.schemas.errors import RoseError, UsageError
+from rose.workers.trainer.algorithms import AlgorithmError, TrainingSample, make_algorithm
+from rose.workers.trainer.checkpoint import Checkpoints, Progress
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.logprobs import LogprobModule
+from rose.workers.trainer.policy import load_policy
+from rose.workers.trainer.ranks import ALONE, FailedOnARank, Ranks
+from rose.workers.trainer.step import StepMetrics, dry_run_group, dry_run_policy, train_step
+from rose.workers.weights.folder_names import FolderTensors
+from rose.workers.weights.layout import Box, WholeDigest
+from rose.workers.weights.publish import WeightPublisher
+from rose.workers.weights.tensors import NotFinite, Snapshot
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Errors that do not blame a group: a smaller batch would have fitted."""
+
+NO_MEMORY_ON_CPU = "DefaultCPUAllocator"
+"""Text in the RuntimeError that torch raises when host memory is exhausted."""
+
+log = structlog.get_logger("trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a step did."""
+
+    metrics: StepMetrics
+    failed: dict[int, Exception] = field(default_factory=dict)
+    """Why no step can compute a group, by the group's place among those given. The step left these groups out."""
+
+
+class Replica:
+    """The policy, its optimizer, schedule and algorithm, on one rank."""
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
+        """Raises UsageError for an unusable algorithm or model folder."""
+        self._config, self.ranks = config, ranks
+        self._algorithm = make_algorithm(config)
+        self.model = load_policy(config.model_folder)
+        self.tensors = FolderTensors(self.model, config.model_folder)
+        """The policy under the names of its folder."""
+        self.tensors.check_values()
+        self.model.to(ranks.device)
+        if config.recompute_activations:
+            recompute_layers(self.model)
+        self._module = shard_policy(self.model, ranks, config) if ranks.grouped else self.model
+        self.optimizer = make_optimizer(self.model, learning_rate=config.learning_rate)
+        self._schedule = make_schedule(self.optimizer, config)
+        self._saved: tuple[Checkpoints, Progress] | None = None
+        self._groups: list[list[TrainingSample]] = []
+
+    @property
+    def schedule_steps(self) -> int:
+        """Number of steps that have applied a gradient: the position in the learning-rate schedule."""
+        return self._schedule.last_epoch
+
+    def restore(self, checkpoints: Checkpoints, progress: Progress) -> None:
+        """Restore the state that a checkpoint has. Raises CheckpointRefused."""
+        checkpoints.restore(progress, self.model, self.optimizer)
+        self._schedule = make_schedule(self.optimizer, self._config, steps=progress.schedule_steps)
+        self._saved = checkpoints, progress
+
+    def save(self, checkpoints: Checkpoints, progress: Progress) -> None:
+        """Write a checkpoint. Raises CheckpointFailed."""
+        checkpoints.save(progress, self.model, self.optimizer, self.ranks)
+        self._saved = checkpoints, progress
+
+    def undo(self) -> None:
+        """Restore the state that was saved or restored last."""
+        assert self._saved is not None, "save or restore a checkpoint first"
+        self.restore(*self._saved)
+
+    def fit(self, groups: Sequence[Sequence[TrainingSample]], version: int) -> Fitted:
+        """Train one step on these groups; if that raises, on those for which training does not raise.
+
+        `version`: the policy's version before the step. Raises what the step raises if no group is at fault.
+        """
+        self._groups = [list(group) for group in groups]
+        fitted = self._fit(version)
+        if fitted.metrics.tokens:
+            self._schedule.step()
+        return fitted
+
+    def _fit(self, version: int) -> Fitted:
+        try:
+            return Fitted(self._train_on(self._groups, version))
+        except Exception as error:  # models, kernels, autograd and a user's algorithm raise any exception
+            if self._is_fatal(error):
+                raise
+            log.error("step_failed", version=version, reason=traceback.format_exc())
+            self.undo()
+            tried = [self._try_group(group) for group in self._groups]
+            failed = {place: error for place, error in enumerate(tried) if error is not None}
+            if len(failed) == len(tried) > 1:
+                raise  # if all of several groups fail, the cause is no group
+        self.undo()
+        left = [group for place, group in enumerate(self._groups) if place not in failed]
+        return Fitted(self._train_on(left, version), failed)
+
+    def _is_fatal(self, error: Exception) -> bool:
+        """Whether no group is to blame, or only this rank has the exception, so that the others wait for it."""
+        if self.ranks.size > 1:
+            return not isinstance(error, FailedOnARank)
+        return _out_of_memory(error) or (isinstance(error, RoseError) and not isinstance(error, AlgorithmError))
+
+    def _train_on(self, groups: Sequence[Sequence[TrainingSample]], version: int) -> StepMetrics:
+        return train_step(
+            self._module,
+            self.optimizer,
+            groups,
+            algorithm=self._algorithm,
+            config=self._config,
+            version=version,
+            ranks=self.ranks,
+        )
+
+    def _try_group(self, group: Sequence[TrainingSample]) -> Exception | None:
+        try:
+            dry_run_group(self._module, group, algorithm=self._algorithm, config=self._config, ranks=self.ranks)
+        except Exception as error:  # see `_fit`
+            if _out_of_memory(error) or (self.ranks.size > 1 and not isinstance(error, FailedOnARank)):
+                raise
+            return error
+        return None
+
+    def is_finite(self, places: Sequence[int]) -> bool:
+        """Whether the policy computes finite logprobs of groups of the last step, which are given by their places."""
+        groups = [self._groups[place] for place in places]
+        return dry_run_policy(self._module, groups, config=self._config, ranks=self.ranks)
+
+    def snapshot(self, publisher: WeightPublisher) -> tuple[Snapshot, bytes]:
+        """A snapshot of this rank's part of the policy, and the digest of the whole policy. Raises NotFinite."""
+        snapshot, reason = None, ""
+        try:
+            snapshot = publisher.snapshot(self._named_tensors())
+        except NotFinite as error:
+            if self.ranks.size == 1:
+                raise
+            reason = str(error)
+        own = [] if snapshot is None else [(name, box, digest) for (name, box), digest in snapshot.digests.items()]
+        found = [_RankDigests.decode(part) for part in self.ranks.gather(_RankDigests(own, reason).encode())]
+        if reasons := [part.reason for part in found if part.reason]:
+            raise NotFinite(reasons[0])
+        assert snapshot is not None
+        numbers = {name: number for number, name in enumerate(snapshot.specs)}
+        slices = [piece for part in found for piece in part.slices]
+        whole = WholeDigest()
+        for name, box, digest in sorted(
+            slices, key=lambda one: (numbers[one[0]], one[1].row_start, one[1].column_start)
+        ):
+            whole.add(name, box, digest)
+        return snapshot, whole.digest()
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the policy. Those that all ranks have whole belong to rank 0."""
+        if not self.ranks.grouped:
+            yield from self.tensors
+            return
+        mesh = next(iter(self.model.parameters())).device_mesh
+        for name, tensor in self.tensors:
+            own = tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [Replicate()])
+            yield name, own
+
+
+class _RankDigests(msgspec.Struct, array_like=True):
+    """The digests of a rank's slices, or why it has none."""
+
+    slices: list[tuple[str, Box, bytes]]
+    reason: str
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "_RankDigests":
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, OUT_OF_MEMORY) or NO_MEMORY_ON_CPU in str(error)
+
+
+def shard_policy(model: Any, ranks: Ranks, config: TrainerConfig) -> LogprobModule:
+    """Shard the model over the ranks with FSDP2, layer by layer; the module computes its logprobs.
+
+    Raises UsageError for a model whose tensors do not have the shapes of its folder.
+    """
+    if getattr(model, "_weight_conversions", None):
+        raise UsageError(
+            f"{config.model_folder}: a {model.config.model_type} joins tensors of its folder, which one process in "
+            "float32 can train: start one trainer, without torchrun, and leave trainer.compute_dtype at float32"
+        )
+    module = LogprobModule(model)
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    rounded = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # temperatures stay float32, and activations have the type of the weights
+    )
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, mp_policy=rounded)
+    # Also the outermost weights are sharded again after a pass without gradients, so that `parameters` are always rows.
+    fully_shard(module, mesh=mesh, mp_policy=rounded, reshard_after_forward=True)
+    return module
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The model's layers: what transformers keeps on one device."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def recompute_layers(model: Any) -> None:
+    """Have the backward pass compute each layer again instead of keeping its activations."""
+    for layer in layers_of(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW without weight decay and with a beta2 of 0.95, which adapts fast enough for a run of a few dozen steps."""
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig, *, steps: int = 0) -> LambdaLR:
+    """The schedule of the optimizer's learning rate after `steps` steps; sets the rate of the next step.
+
+    Call the schedule's `step()` once after each step that has applied a gradient. `last_epoch` is then the number of
+    such steps, which a checkpoint keeps. If the settings have changed since the checkpoint, the new settings decide, at
+    the number of steps of the checkpoint: nothing of the old schedule is kept.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = config.learning_rate
+    return LambdaLR(optimizer, partial(learning_rate_ratio, config), last_epoch=steps - 1)
+
+
+def learning_rate_ratio(config: TrainerConfig, steps: int) -> float:
+    """Ratio of the learning rate to `config.learning_rate` after `steps` steps; from 0 to 1."""
+    warmup = config.learning_rate_warmup_steps
+    if steps < warmup:
+        return (steps + 1) / (warmup + 1)
+    if config.learning_rate_schedule == "constant":
+        return 1.0
+    done = min((steps - warmup) / config.learning_rate_decay_steps, 1.0)
+    left = 1 - done if config.learning_rate_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.learning_rate_floor_ratio + (1 - config.learning_rate_floor_ratio) * left
