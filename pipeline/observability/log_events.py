@@ -207,9 +207,21 @@ MEANINGS = {
         "Do not stop a run for longer than outcomes are kept.",
     ),
     "park_granted": Meaning("The control app tells a lender to stop lending."),
+    "part_not_published": Meaning(
+        "A rank of the trainer could not put its part of a version, so the job ends.",
+        "Mend the reason, then start the job again: nothing is lost.",
+    ),
     "prompt_refused": Meaning(
         "A prompt cannot be used and is a dead letter.",
         "Mend the prompt and send it back with `rose dlq retry`.",
+    ),
+    "rank_failed": Meaning(
+        "A rank of the trainer failed, or lost another rank. The job ends.",
+        "Look for the first rank that ended. Start the job again: it resumes.",
+    ),
+    "ranks_awaited": Meaning(
+        "A rank of the trainer waits for the other ranks.",
+        "If it waits for minutes, start as many ranks as WORLD_SIZE says.",
     ),
     "reader_restarting": Meaning("A background reader failed; it reads again after a pause.", WATCH),
     "records_deleted": Meaning("Old records that are not needed were deleted; `begins` are the first offsets left."),

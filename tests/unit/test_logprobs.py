@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rose.workers.trainer import logprobs
 from rose.workers.trainer.logprobs import LogprobModule, head_of, token_logprobs
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -21,7 +21,7 @@ SIZES = {
     "initializer_range": 0.5,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
 }
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
@@ -34,12 +34,10 @@ LIMIT = 61 * 4
 """Logits of four tokens."""
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the largest number of values that a tensor of logits has had; the weights of the head are not counted."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = 0
+    values = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -75,7 +73,7 @@ def test_logprobs_in_parts_and_their_gradients_are_those_of_the_whole_logits(
     expected[:, 0] = 0.0
     slopes = torch.autograd.grad(expected.sum(), list(model.parameters()))
     monkeypatch.setattr(logprobs, "MOST_LOGITS", LIMIT)
-    with LargestTensor() as largest:
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
         found = LogprobModule(model)(tokens, temperatures, wanted)
         own = torch.autograd.grad(found.sum(), list(model.parameters()))
     assert largest.values <= LIMIT < wanted.sum() * 61

@@ -254,7 +254,7 @@ class SavedTensors:
         from safetensors import safe_open
 
         self._parts: dict[str, list[tuple[int, Any]]] = {}
-        """By name: the first row of each part, and what reads the part."""
+        """First row of each part of a tensor, and the reader of the part, by the name of the tensor."""
         for file in files:
             opened = stack.enter_context(safe_open(file, framework="pt"))
             first_rows = msgspec.json.decode((opened.metadata() or {}).get(FIRST_ROWS, "{}"), type=dict[str, int])
@@ -294,7 +294,7 @@ def _own_rows(tensor: Tensor) -> tuple[int, Tensor]:
 
 
 def _parts(model: Any, optimizer: torch.optim.Optimizer, *, leads: bool) -> dict[str, _Part]:
-    """What this rank saves, by name. Rank 0 saves what all ranks have alike."""
+    """Return the tensors that this rank saves, by name. Rank 0 saves what all ranks have alike."""
     tensors = {MODEL + name: parameter.detach() for name, parameter in model.named_parameters()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"{OPTIMIZER}{index}.{key}": value for key, value in state.items()}

@@ -1,6 +1,7 @@
 """A rank of the trainer other than rank 0: does what rank 0 commands, and publishes its own part of each version.
 
 Keeps true
+- A command is typed MessagePack and names one method of `Replica`, with its arguments.
 - A follower reads no samples and writes no outcomes or manifests. The chunks that it puts count only with the manifest
   that rank 0 commits.
 - A follower ends when rank 0 says so, and with an error when rank 0 is gone. If it cannot put its part of a version, it
@@ -12,25 +13,16 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from rose.schemas.errors import RoseError
 from rose.schemas.samples import Sample
+from rose.schemas.weights import WeightManifest
 from rose.schemas.wire import decode
 from rose.topics.settings import BusSettings
 from rose.workers.trainer.algorithms import TrainingSample
-from rose.workers.trainer.checkpoint import Checkpoints
-from rose.workers.trainer.commands import (
-    CheckFinite,
-    Fit,
-    Leave,
-    Put,
-    Restore,
-    Save,
-    TakeSnapshot,
-    exchange_parts,
-    unpack,
-)
+from rose.workers.trainer.checkpoint import Checkpoints, Progress
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.ranks import Ranks
 from rose.workers.trainer.replica import Replica
@@ -39,6 +31,73 @@ from rose.workers.weights.publish import WeightPublisher, make_publisher
 from rose.workers.weights.tensors import Snapshot
 
 log = structlog.get_logger("trainer")
+
+
+class Fit(msgspec.Struct, tag=True, kw_only=True):
+    """Train one step."""
+
+    groups: list[list[bytes]]
+    """The trained samples of each group, as records (`Sample`)."""
+    version: int
+    """The policy's version before the step."""
+
+
+class CheckFinite(msgspec.Struct, tag=True, kw_only=True):
+    """Say whether the policy computes finite logprobs of groups of the last step."""
+
+    places: list[int]
+    """Places of the groups in the last Fit."""
+
+
+class Restore(msgspec.Struct, tag=True, kw_only=True):
+    """Restore a checkpoint."""
+
+    folder: str
+    progress: Progress
+
+
+class Save(msgspec.Struct, tag=True, kw_only=True):
+    """Write this rank's part of a checkpoint."""
+
+    folder: str
+    progress: Progress
+
+
+class TakeSnapshot(msgspec.Struct, tag=True):
+    """Copy this rank's part of the policy, to be put."""
+
+
+class Put(msgspec.Struct, tag=True, kw_only=True):
+    """Put the chunks of the last snapshot, and send this rank's part of the manifest."""
+
+    version: int
+    epoch: int
+    anchor: bool
+
+
+class Leave(msgspec.Struct, tag=True):
+    """End: rank 0 ends without an error."""
+
+
+Command = Fit | CheckFinite | Restore | Save | TakeSnapshot | Put | Leave
+
+_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+def pack(command: Command) -> bytes:
+    """Encode a command."""
+    return msgspec.msgpack.encode(command)
+
+
+def unpack(data: bytes) -> Command:
+    """Decode a command."""
+    return _decoder.decode(data)
+
+
+def exchange_parts(ranks: Ranks, part: WeightManifest) -> list[WeightManifest]:
+    """Send this rank's part of a manifest to all ranks; returns the parts of all. On the thread that publishes."""
+    parts = ranks.gather(msgspec.msgpack.encode(part), group=ranks.publishing)
+    return [msgspec.msgpack.decode(one, type=WeightManifest) for one in parts]
 
 
 def follow(settings: BusSettings, config: TrainerConfig, weights: WeightsConfig, ranks: Ranks) -> None:

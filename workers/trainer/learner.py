@@ -19,7 +19,8 @@ from rose.schemas.weights import WeightManifest
 from rose.schemas.wire import encode
 from rose.workers.trainer.algorithms import TrainingSample
 from rose.workers.trainer.checkpoint import Checkpoints, Progress
-from rose.workers.trainer.commands import (
+from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.follower import (
     CheckFinite,
     Command,
     Fit,
@@ -30,7 +31,6 @@ from rose.workers.trainer.commands import (
     exchange_parts,
     pack,
 )
-from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.ranks import ALONE, Ranks
 from rose.workers.trainer.replica import Replica
 from rose.workers.trainer.selection import SelectedGroup, mark_failed, mark_skipped

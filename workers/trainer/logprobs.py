@@ -186,7 +186,7 @@ def _joined(output: Any, transform: Callable[[Tensor], Tensor]) -> Head:
 
 
 def _transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
-    """What models of transformers do to the logits behind the head: nothing, a factor, or a soft cap."""
+    """The changes that models of transformers make to the logits behind the head: none, a factor, or a soft cap."""
     yield lambda logits: logits
     if factor := getattr(config, "logit_scale", None):  # Cohere
         yield lambda logits: logits * factor

@@ -2,8 +2,11 @@
 
 import os
 import sys
+import traceback
 from contextlib import suppress
 from threading import Event
+
+import structlog
 
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings
@@ -11,10 +14,12 @@ from rose.workers.import_path import with_import_paths
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.weights.config import WeightsConfig
 
+log = structlog.get_logger("trainer")
+
 
 def is_launched() -> bool:
-    """Whether a launcher of ranks, such as torchrun, has started this process."""
-    return "WORLD_SIZE" in os.environ
+    """Whether a launcher, such as torchrun, has started this process as one of several ranks."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def rank_from_environment() -> int:
@@ -44,10 +49,9 @@ def run_trainer(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from rose.workers.trainer.commands import Leave, pack
-    from rose.workers.trainer.follower import follow
+    from rose.workers.trainer.follower import Leave, follow, pack
     from rose.workers.trainer.loop import Trainer
-    from rose.workers.trainer.ranks import Ranks
+    from rose.workers.trainer.ranks import RankLost, Ranks
     from rose.workers.trainer.stream import StreamStopped
 
     sys.path[:] = with_import_paths(config.import_paths)
@@ -64,5 +68,10 @@ def run_trainer(
             ranks.send_to_all(pack(Leave()))
         else:
             follow(settings, config, weights, ranks)
+    except RuntimeError as error:  # torch raises it on the ranks that a collective call has lost
+        if ranks.size == 1:
+            raise
+        log.error("rank_failed", rank=ranks.rank, reason=traceback.format_exc())
+        raise RankLost(f"rank {ranks.rank} of the trainer failed, or lost another rank: see rank_failed") from error
     finally:
         ranks.leave()

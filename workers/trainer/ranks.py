@@ -10,17 +10,21 @@ Keeps true
 The launcher is torchrun, or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from rose.schemas.errors import RoseError, UsageError
+
+log = structlog.get_logger("trainer")
 
 PATIENCE = timedelta(days=30)
 """Longest time that a rank waits for the others: rank 0 may wait for samples for as long."""
@@ -55,6 +59,8 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        if launched:
+            log.info("ranks_awaited", rank=os.environ.get("RANK"), ranks=os.environ.get("WORLD_SIZE"))
         try:
             if launched:
                 dist.init_process_group(backend, timeout=PATIENCE)
@@ -135,6 +141,11 @@ class Ranks:
         if failed := [(rank, text) for rank, text in enumerate(texts) if text]:
             rank, text = failed[0]
             raise FailedOnARank(f"on rank {rank}: {text.decode()}") from error
+
+    def require_alike(self, data: bytes, what: str) -> None:
+        """Raise UsageError on all ranks if a rank gives other bytes: the ranks would no longer make the same calls."""
+        if len(set(self.gather(hashlib.blake2b(data).digest()))) > 1:
+            raise UsageError(f"{what} differ between the ranks of the trainer: have all ranks compute the same")
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ log = structlog.get_logger("trainer")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What a step did."""
+    """The result of a step."""
 
     metrics: StepMetrics
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -69,7 +69,8 @@ class Replica:
         self.tensors = FolderTensors(self.model, config.model_folder)
         """The policy under the names of its folder."""
         self.tensors.check_values()
-        self.model.to(ranks.device)
+        if not ranks.grouped:
+            self.model.to(ranks.device)  # FSDP2 moves each layer's rows, as the whole model may not fit on one GPU
         if config.recompute_activations:
             recompute_layers(self.model)
         self._module = shard_policy(self.model, ranks, config) if ranks.grouped else self.model

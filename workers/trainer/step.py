@@ -117,10 +117,13 @@ def train_step(
     Each inner sequence of `groups` is one complete group; every rank gives all groups. `version` is the model's
     version; None: engines are not checked.
 
-    Raises AlgorithmError, or EngineMismatch (`check_engines`); with several ranks FailedOnARank for the first.
+    Raises AlgorithmError, or EngineMismatch (`check_engines`); with several ranks FailedOnARank for the first, and
+    UsageError if their advantages differ.
     """
     with ranks.agreed():
         of_groups = [_rows(group, algorithm) for group in groups]
+    advantages = [[row.advantage for row in rows or ()] for rows in of_groups]
+    ranks.require_alike(msgspec.msgpack.encode(advantages), "the algorithm's advantages")
     live = [(place, rows) for place, rows in enumerate(of_groups) if rows is not None]
     samples = [sample for group in groups for sample in group]
     metrics = StepMetrics(
