@@ -15,8 +15,6 @@ from typing import Any
 from rose.pipeline.config.settings import SHARED, section_types
 from rose.topics.catalog import (
     CATALOG,
-    MAX_DEAD_LETTER_BYTES,
-    MAX_MESSAGE_BYTES,
     Partitions,
     PartitionSetting,
     Retention,
@@ -222,7 +220,7 @@ def topics() -> list[Schema]:
             else "",
             "config": {
                 **topic.config_with(retention),
-                "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES),
+                "max.message.bytes": str(topic.message_bytes),
             },
         }
         for topic in CATALOG

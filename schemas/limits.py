@@ -5,13 +5,17 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_RECORD_BYTES = 900 * 1024
-"""No record on any topic is larger; a bigger payload is cut into chunks or lives in an object store."""
+"""Bytes of the largest record, but for the records that hold a whole context. A bigger payload is cut into chunks or
+lives in an object store."""
 
 RECORD_OVERHEAD_BYTES = 16 * 1024
 """Room for field names and ids in addition to the largest payload."""
 
-MAX_CONTEXT_TOKENS = 65_536
+MAX_CONTEXT_TOKENS = 262_144
 """Most tokens of a context: a sample has 9 bytes for each token (id, mask, logprob), and is one record."""
+
+MAX_TURN_TOKENS = 65_536
+"""Most sampled tokens of one turn."""
 
 MAX_GROUP_SIZE = 4_096
 """Most trajectories of one prompt."""
@@ -73,6 +77,18 @@ Logprobs = Annotated[
     Meta(
         max_length=4 * MAX_CONTEXT_TOKENS,
         description="Natural logarithms of probabilities, packed as little-endian IEEE 754 float32.",
+    ),
+]
+
+TurnTokens = Annotated[
+    bytes, Meta(max_length=4 * MAX_TURN_TOKENS, description="Token ids of one turn, packed as little-endian uint32.")
+]
+
+TurnLogprobs = Annotated[
+    bytes,
+    Meta(
+        max_length=4 * MAX_TURN_TOKENS,
+        description="Natural logarithms of probabilities of one turn, packed as little-endian IEEE 754 float32.",
     ),
 ]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_GROUP_SIZE, MAX_STOP_TOKENS, MAX_TURNS, GroupId, Seed, Text
+from rose.schemas.limits import MAX_GROUP_SIZE, MAX_STOP_TOKENS, MAX_TURN_TOKENS, MAX_TURNS, GroupId, Seed, Text
 from rose.schemas.record import Record
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -20,7 +20,7 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 
 TopP = Annotated[float, Meta(gt=0, le=1)]
 
-MaxTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+MaxTokens = Annotated[int, Meta(ge=1, le=MAX_TURN_TOKENS)]
 
 StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_TOKENS)]
 

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from rose.schemas.limits import (
+    MAX_CONTEXT_TOKENS,
     MAX_GROUP_SIZE,
     MAX_SPANS,
     MAX_TURNS,
@@ -71,6 +72,9 @@ class Sample(Record, frozen=True, kw_only=True):
     """One trajectory from its first observation to its end."""
 
     SCHEMA: ClassVar[str] = "sample/5"
+
+    MAX_BYTES: ClassVar[int] = 9 * MAX_CONTEXT_TOKENS + 400 * 1024
+    """Most bytes of a sample: tokens, mask and logprobs of the longest context, its spans, turns and remarks."""
 
     trajectory_id: TrajectoryId
     group_id: GroupId

@@ -18,17 +18,19 @@ from rose.schemas.limits import (
     MAX_CHAIN,
     MAX_CONTEXT_TOKENS,
     MAX_SPANS,
+    MAX_TURN_TOKENS,
     MAX_TURNS,
     Count,
     Digest,
     GroupId,
     Id,
-    Logprobs,
     Moment,
     Seconds,
     Text,
     Tokens,
     TrajectoryId,
+    TurnLogprobs,
+    TurnTokens,
 )
 from rose.schemas.prompts import Environment, Sampling
 from rose.schemas.record import Record
@@ -124,6 +126,8 @@ class TurnRequest(Record, frozen=True, kw_only=True):
 class Part(SampledTokens, frozen=True, kw_only=True):
     """Tokens that were sampled of a turn so far, and their cost."""
 
+    tokens: TurnTokens
+    logprobs: TurnLogprobs
     device_seconds: DeviceSeconds = {}
 
     def followed_by(self, later: SampledTokens) -> Self:
@@ -175,6 +179,9 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     """
 
     SCHEMA: ClassVar[str] = "turn-dispatch/6"
+
+    MAX_BYTES: ClassVar[int] = TurnRequest.MAX_BYTES + 2 * ITEM_BYTES * MAX_TURN_TOKENS + 96 * 1024
+    """Most bytes of a dispatch: its request, and what was sampled of the turn."""
 
     request_wire: Annotated[msgspec.Raw, Meta(extra={"record": "TurnRequest"})] = msgspec.field(name="request")
     """Bytes of the TurnRequest as they came, so that fields of a newer writer pass an older router."""
@@ -283,9 +290,9 @@ class TurnResult(Record, frozen=True, kw_only=True):
     worker: Id | None = None
     """Executor that ran the attempt; None if the router wrote the result."""
     incarnation: Count = 0
-    tokens: Tokens = b""
+    tokens: TurnTokens = b""
     """Sampled tokens, including the stop token."""
-    logprobs: Logprobs = b""
+    logprobs: TurnLogprobs = b""
     """Logprob of each sampled token under the distribution that it was drawn from."""
     finish_reason: Annotated[str, Meta(max_length=32)] = ""
     """`stop` or `length`; empty unless the turn is completed."""

@@ -29,8 +29,6 @@ from rose.topics.catalog import (
     CATALOG,
     DAY,
     DISPATCHED,
-    MAX_DEAD_LETTER_BYTES,
-    MAX_MESSAGE_BYTES,
     MINUTE,
     Partitions,
     PartitionSetting,
@@ -315,7 +313,7 @@ def expected_settings(topic: Topic, retention: Retention) -> dict[str, str]:
     """The settings that a topic shall have on the broker, by Kafka's names."""
     return {
         **topic.config_with(retention),
-        "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else MAX_DEAD_LETTER_BYTES),
+        "max.message.bytes": str(topic.message_bytes),
     }
 
 

@@ -20,7 +20,7 @@ from enum import Enum
 from rose.schemas.cells import CellSummary
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
-from rose.schemas.limits import MAX_RECORD_BYTES
+from rose.schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
 from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
@@ -28,11 +28,15 @@ from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
 from rose.schemas.weights import WeightChunk, WeightManifest
 
-MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + 64 * 1024
-"""`max.message.bytes` of every topic: the largest record, its names, keys and headers. Under Kafka's 1 MiB default."""
+MESSAGE_OVERHEAD_BYTES = 48 * 1024
+"""Room for keys and headers in addition to the largest record of a topic."""
+
+MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + RECORD_OVERHEAD_BYTES + MESSAGE_OVERHEAD_BYTES
+"""`max.message.bytes` of topics whose records hold no whole context. Under Kafka's 1 MiB default."""
 
 MAX_DEAD_LETTER_BYTES = MAX_MESSAGE_BYTES + 16 * 1024
-"""`max.message.bytes` of the dead letter queues: any message of another topic, and the headers of a dead letter."""
+"""`max.message.bytes` of the dead letter queues. They hold the beginning of a message that is larger than
+MAX_MESSAGE_BYTES, and any other message whole, with the headers of a dead letter."""
 
 MINUTE = 60_000
 HOUR = 60 * MINUTE
@@ -145,6 +149,13 @@ class Topic:
     def dead_letters(self) -> str:
         """Name of the dead letter queue."""
         return f"{self.name}.dlq"
+
+    @property
+    def message_bytes(self) -> int:
+        """`max.message.bytes`: the largest message of the topic."""
+        if self.record is None:
+            return MAX_DEAD_LETTER_BYTES
+        return max(MAX_MESSAGE_BYTES, self.record.MAX_BYTES + MESSAGE_OVERHEAD_BYTES)
 
     @property
     def is_deleted_by_broker(self) -> bool:
@@ -333,6 +344,9 @@ DEAD_LETTERS_TRANSACTIONAL_ID = "letters"
 """Transactional id under which dead letters are sent back."""
 
 CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS
+
+LARGEST_MESSAGE_BYTES = max(topic.message_bytes for topic in CATALOG)
+"""The largest message of any topic."""
 
 
 _MULTIPLIER = 0x5BD1E995

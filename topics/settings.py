@@ -18,7 +18,14 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException
 
 from rose.schemas.errors import ThreadRefused, UsageError
-from rose.topics.catalog import DEFAULT_RETENTION, MAX_DEAD_LETTER_BYTES, MAX_MESSAGE_BYTES, Retention, Topic
+from rose.topics.catalog import (
+    DEFAULT_RETENTION,
+    LARGEST_MESSAGE_BYTES,
+    MAX_DEAD_LETTER_BYTES,
+    MAX_MESSAGE_BYTES,
+    Retention,
+    Topic,
+)
 
 PREFIX = "rose."
 """Prefix of every topic, consumer group and transactional id, after the namespace, so one prefix serves an ACL."""
@@ -122,7 +129,7 @@ class BusSettings:
                 "enable.idempotence": True,
                 "linger.ms": 0,
                 "compression.type": "lz4",
-                "message.max.bytes": MAX_DEAD_LETTER_BYTES,  # a topic of records itself refuses a larger record
+                "message.max.bytes": LARGEST_MESSAGE_BYTES,  # a topic of records itself refuses a larger record
                 "batch.size": MAX_MESSAGE_BYTES,  # without compression, a topic has to accept the whole batch
                 "queue.buffering.max.kbytes": 256 * 1024,
                 "message.timeout.ms": 0,  # a slow link is no error; `Writer.flush` decides when to give up

@@ -82,6 +82,13 @@ class RouterHarness:
             held.remove(dispatch)
         self.write(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
 
+    def answer_with(self, tokens: int, outcome: TurnOutcome) -> None:
+        """Answer the newest dispatch with this many tokens more."""
+        dispatch = self.inboxes[-1]
+        self.fleet.held[_number(dispatch)].remove(dispatch)
+        record = result(dispatch, outcome, tokens)
+        self.write(COMPLETED, record, dispatch.request.trajectory_id, dispatch.home)
+
     def look(self) -> list[TurnDispatch]:
         """Let live executors accept turns and send heartbeats; return all dispatches so far."""
         for item in self.reader.read(100, 0.01):

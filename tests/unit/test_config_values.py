@@ -227,6 +227,7 @@ def test_argument_of_vllm_that_changes_what_is_sampled_is_refused() -> None:
             "cudagraph_capture_sizes=[1,null]",
             "vllm.cudagraph_capture_sizes must be made of truth values",
         ),
+        ("kv_cache_dtype=bfloat16", "take auto, float32 or a type of 8 bits"),
         ("gpu_memory_utilization=NaN", "vllm.gpu_memory_utilization must be made of"),
         ('attention_config={"use_non_causal": true}', "vllm.attention_config cannot set use_non_causal"),
     ],

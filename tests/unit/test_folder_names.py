@@ -385,6 +385,16 @@ def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
         FolderTensors(adapted, tmp_path)
 
 
+def test_tensor_that_has_lost_its_shape_is_refused_when_a_version_is_made(tmp_path: Path) -> None:
+    """ZeRO-3 empties the parameters of a model after its tensors were named."""
+    tiny_policy("qwen3", tmp_path)
+    model = load_policy(tmp_path)
+    tensors = FolderTensors(model, tmp_path)
+    model.model.norm.weight.data = torch.empty(0)
+    with pytest.raises(FolderError, match=r"model\.norm\.weight has shape \(0,\) now, and"):
+        dict(tensors)
+
+
 def test_model_with_an_adapter_on_it_is_refused(tmp_path: Path) -> None:
     tiny_policy("qwen3", tmp_path)
     model = load_policy(tmp_path)

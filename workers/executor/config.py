@@ -46,6 +46,9 @@ VLLM_ARGUMENTS = frozenset(
 memory and in which precision. Other arguments change which tokens are sampled, or follow from other settings."""
 
 
+WIDE_TYPES = ("float32", "float16", "half", "bfloat16")
+"""Element types of a KV cache that are not of 8 bits."""
+
 OTHER_ATTENTION = frozenset({"use_non_causal", "indexer_sparse_logits"})
 """Fields of vLLM's attention configuration with which a model computes other logprobs than in training."""
 
@@ -116,6 +119,12 @@ class ExecutorConfig:
         for name, value in self.vllm.items():
             if not _is_plain(value):
                 raise ValueError(f"vllm.{name} must be made of truth values, finite numbers, texts, lists and tables")
+        cache = self.vllm.get("kv_cache_dtype")
+        if cache in WIDE_TYPES and cache != self.dtype:
+            raise ValueError(
+                f"vllm.kv_cache_dtype is {cache} and dtype {self.dtype}: take auto, {self.dtype} or a type of 8 bits, "
+                "because vLLM may read other wide types as if they were the engine's"
+            )
         attention = self.vllm.get("attention_config")
         if isinstance(attention, dict) and (other := sorted(attention.keys() & OTHER_ATTENTION)):
             raise ValueError(f"vllm.attention_config cannot set {other[0]}: tokens would have other logprobs")

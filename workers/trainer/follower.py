@@ -38,8 +38,12 @@ class Fit(msgspec.Struct, tag=True, kw_only=True):
 
     groups: list[list[bytes]]
     """The trained samples of each group, as records (`Sample`)."""
+    compared: list[bytes]
+    """The samples by which engines are checked, as records."""
     version: int
     """The policy's version before the step."""
+    since: int
+    """The first version with the weights of `version`."""
 
 
 class CheckFinite(msgspec.Struct, tag=True, kw_only=True):
@@ -108,10 +112,10 @@ def follow(settings: BusSettings, config: TrainerConfig, weights: WeightsConfig,
     with ThreadPoolExecutor(1, thread_name_prefix="rose-publishes") as thread:
         while True:
             match unpack(ranks.receive()):
-                case Fit(groups=groups, version=version):
-                    replica.fit(
-                        [[TrainingSample.of(decode(Sample, one)) for one in group] for group in groups], version
-                    )
+                case Fit() as fit:
+                    groups = [list(map(_training_sample, group)) for group in fit.groups]
+                    compared = list(map(_training_sample, fit.compared))
+                    replica.fit(groups, fit.version, compared=compared, since=fit.since)
                 case CheckFinite(places=places):
                     replica.is_finite(places)
                 case Restore(folder=folder, progress=progress):
@@ -125,6 +129,10 @@ def follow(settings: BusSettings, config: TrainerConfig, weights: WeightsConfig,
                     thread.submit(_put, publisher, snapshot, put, ranks).add_done_callback(_end_if_failed)
                 case Leave():
                     return
+
+
+def _training_sample(wire: bytes) -> TrainingSample:
+    return TrainingSample.of(decode(Sample, wire))
 
 
 def _put(publisher: WeightPublisher, snapshot: Snapshot, put: Put, ranks: Ranks) -> None:

@@ -34,7 +34,7 @@ from rose.workers.trainer.follower import (
 from rose.workers.trainer.ranks import ALONE, Ranks
 from rose.workers.trainer.replica import Replica
 from rose.workers.trainer.selection import SelectedGroup, mark_failed, mark_skipped
-from rose.workers.trainer.step import StepMetrics
+from rose.workers.trainer.step import StepMetrics, samples_to_compare
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.publish import WeightPublisher, merge_manifests
 from rose.workers.weights.tensors import Snapshot
@@ -101,20 +101,34 @@ class Learner:
         self._command(lambda: Save(folder=str(checkpoints.folder), progress=progress))
         self._replica.save(checkpoints, progress)
 
-    def learn(self, groups: list[SelectedGroup], version: int) -> tuple[list[SelectedGroup], StepMetrics]:
+    def learn(
+        self, groups: list[SelectedGroup], version: int, *, since: int | None = None
+    ) -> tuple[list[SelectedGroup], StepMetrics]:
         """Train one step on the trained samples of these groups; returns the groups with the faulty ones marked.
 
-        `version`: the policy's version before the step. A step that raises is undone to the last checkpoint.
+        `version`: the policy's version before the step. `since`: the first version with the same weights; None:
+        `version`. A step that raises is undone to the last checkpoint.
 
         Raises NoProgress after MAX_FRUITLESS_STEPS consecutive steps without a finite gradient, and what the step
         raises if no group is at fault.
         """
         trained = [group for group in groups if group.trained]
         self._fitted = [group.group_id for group in trained]
+        first = version if since is None else since
+        records = [one for group in groups for one in group.computable]
+        samples = {one.trajectory_id: TrainingSample.of(one) for one in records}
+        compared = samples_to_compare(samples.values(), first)
+        chosen = set(map(id, compared))
         self._command(
-            lambda: Fit(groups=[[encode(one) for one in group.trained] for group in trained], version=version)
+            lambda: Fit(
+                groups=[[encode(one) for one in group.trained] for group in trained],
+                compared=[encode(one) for one in records if id(samples[one.trajectory_id]) in chosen],
+                version=version,
+                since=first,
+            )
         )
-        fitted = self._replica.fit([[TrainingSample.of(one) for one in group.trained] for group in trained], version)
+        rows = [[samples[one.trajectory_id] for one in group.trained] for group in trained]
+        fitted = self._replica.fit(rows, version, compared=compared, since=first)
         faults = {trained[place].group_id: error for place, error in fitted.failed.items()}
         for name, error in faults.items():
             log.error("group_failed", group=name, reason=repr(error))

@@ -82,6 +82,8 @@ class Trainer:
         self.stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
         self.versions = PolicyVersions(settings, config, weights, self.learner, self.stream, stop)
         self._waiting_since = perf_counter()
+        self._weights_since = 0
+        """The first version with the weights of the current version, as far as this process knows."""
 
     def run(self) -> None:
         """Train until all groups of the run have ended, then export the policy.
@@ -123,6 +125,7 @@ class Trainer:
             self._reporter.report(line)
             self.learner.fruitless_steps = int(line.skipped_minibatches > 0 and not line.tokens)
         metrics.POLICY_VERSION.set(self.versions.current)
+        self._weights_since = self.versions.current
 
     def _step(self, groups: Sequence[CompleteGroup]) -> None:
         HEALTH.report("learns", lasts_seconds=self._config.hung_seconds)
@@ -130,10 +133,12 @@ class Trainer:
         began = perf_counter()
         versions, before = self.versions, self.versions.current
         selected = select_groups(groups, before, rules=self._rules, abandoned=versions.abandoned)
-        selected, done = self.learner.learn(selected, before)
+        selected, done = self.learner.learn(selected, before, since=self._weights_since)
         trained, now = perf_counter(), time.time()
         # Keeps the checkpoint at most one version ahead of the log.
         versions.current = versions.wait_until_published()
+        if done.tokens:
+            self._weights_since = versions.current
         self.learner.check_finite(selected, versions.current)
         line = StepLine.of(selected, done, before=before, version=versions.current, abandoned=versions.abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now

@@ -12,7 +12,7 @@ Keeps true
 
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -100,20 +100,29 @@ class Replica:
         assert self._saved is not None, "save or restore a checkpoint first"
         self.restore(*self._saved)
 
-    def fit(self, groups: Sequence[Sequence[TrainingSample]], version: int) -> Fitted:
+    def fit(
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        version: int,
+        *,
+        compared: Sequence[TrainingSample],
+        since: int,
+    ) -> Fitted:
         """Train one step on these groups; if that raises, on those for which training does not raise.
 
-        `version`: the policy's version before the step. Raises what the step raises if no group is at fault.
+        `version`: the policy's version before the step. `compared`, `since`: see `train_step`. Raises what the step
+        raises if no group is at fault.
         """
         self._groups = [list(group) for group in groups]
-        fitted = self._fit(version)
+        train_on = partial(self._train_on, version=version, compared=compared, since=since)
+        fitted = self._fit(train_on, version)
         if fitted.metrics.tokens:
             self._schedule.step()
         return fitted
 
-    def _fit(self, version: int) -> Fitted:
+    def _fit(self, train_on: Callable[[Sequence[Sequence[TrainingSample]]], StepMetrics], version: int) -> Fitted:
         try:
-            return Fitted(self._train_on(self._groups, version))
+            return Fitted(train_on(self._groups))
         except Exception as error:  # models, kernels, autograd and a user's algorithm raise any exception
             if self._is_fatal(error):
                 raise
@@ -125,7 +134,7 @@ class Replica:
                 raise  # if all of several groups fail, the cause is no group
         self.undo()
         left = [group for place, group in enumerate(self._groups) if place not in failed]
-        return Fitted(self._train_on(left, version), failed)
+        return Fitted(train_on(left), failed)
 
     def _is_fatal(self, error: Exception) -> bool:
         """Whether no group is to blame, or only this rank has the exception, so that the others wait for it."""
@@ -133,15 +142,15 @@ class Replica:
             return not isinstance(error, FailedOnARank)
         return _out_of_memory(error) or (isinstance(error, RoseError) and not isinstance(error, AlgorithmError))
 
-    def _train_on(self, groups: Sequence[Sequence[TrainingSample]], version: int) -> StepMetrics:
+    def _train_on(self, groups: Sequence[Sequence[TrainingSample]], **checked: Any) -> StepMetrics:
         return train_step(
             self._module,
             self.optimizer,
             groups,
             algorithm=self._algorithm,
             config=self._config,
-            version=version,
             ranks=self.ranks,
+            **checked,
         )
 
     def _try_group(self, group: Sequence[TrainingSample]) -> Exception | None:

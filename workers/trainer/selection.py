@@ -69,6 +69,8 @@ class SampleDecision:
 
 
 TRAINED = SampleDecision(Outcome.TRAINED)
+EQUAL = SampleDecision(Outcome.FILTERED, "all rewards of its group are equal")
+ALONE = SampleDecision(Outcome.FILTERED, "alone in its group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ class SelectedGroup:
         """The samples to train on: none, or at least two with different rewards."""
         ends = zip(self.samples, self.decisions, strict=True)
         return tuple(sample for sample, decision in ends if decision.outcome is Outcome.TRAINED)
+
+    @property
+    def computable(self) -> tuple[Sample, ...]:
+        """The samples that a step could compute: those to train on, and those whose group gives no signal."""
+        ends = zip(self.samples, self.decisions, strict=True)
+        return tuple(sample for sample, decision in ends if decision in (TRAINED, EQUAL, ALONE))
 
 
 def select_groups(
@@ -109,8 +117,7 @@ def select_samples(
     decisions = [_decide(sample, version, rules=rules, abandoned=abandoned) for sample in group.samples]
     kept = [sample for sample, decision in zip(group.samples, decisions, strict=True) if decision is TRAINED]
     if not rewards_differ([sample.reward for sample in kept if sample.reward is not None]):
-        alike = "all rewards of its group are equal" if len(kept) >= LEAST_TO_COMPARE else "alone in its group"
-        filtered = SampleDecision(Outcome.FILTERED, alike)
+        filtered = EQUAL if len(kept) >= LEAST_TO_COMPARE else ALONE
         decisions = [filtered if decision is TRAINED else decision for decision in decisions]
     return SelectedGroup(group.group_id, group.samples, tuple(decisions))
 

@@ -10,14 +10,14 @@ Keeps true
 - Every rank makes as many passes as the others, because a pass is a collective call: a rank without sequences left
   computes two tokens, whose gradient is zero.
 - No weight changes if an engine computes another policy: the logprobs of tokens that each worker sampled with the
-  policy's own version are compared before the first update.
+  policy's own weights are compared before the first update, also in steps and groups without a signal.
 - A minibatch whose gradient is not finite changes no weight and is in no mean. The metrics count it and name its
   groups.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
@@ -110,12 +110,15 @@ def train_step(
     algorithm: Algorithm,
     config: TrainerConfig,
     version: int | None = None,
+    compared: Sequence[TrainingSample] | None = None,
+    since: int | None = None,
     ranks: Ranks = ALONE,
 ) -> StepMetrics:
     """Update the model in place with one step on whole groups.
 
     Each inner sequence of `groups` is one complete group; every rank gives all groups. `version` is the model's
-    version; None: engines are not checked.
+    version; None: engines are not checked. `compared`: the samples by which engines are checked, also of groups
+    without advantages; None: the samples of `groups`. `since`: see `check_engines`.
 
     Raises AlgorithmError, or EngineMismatch (`check_engines`); with several ranks FailedOnARank for the first, and
     UsageError if their advantages differ.
@@ -134,7 +137,7 @@ def train_step(
     )
     model.eval()
     if version is not None:
-        check_engines(model, [row.sample for _, rows in live for row in rows], config, version, ranks=ranks)
+        check_engines(model, samples if compared is None else compared, config, version, since=since, ranks=ranks)
     learned = _Sums()
     for first in range(min(config.minibatches, len(live))):
         minibatch = live[first :: config.minibatches]
@@ -208,17 +211,23 @@ def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] |
 
 
 def check_engines(
-    model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int, *, ranks: Ranks = ALONE
+    model: Any,
+    samples: Sequence[TrainingSample],
+    config: TrainerConfig,
+    version: int,
+    *,
+    since: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Compare the model's logprobs with those that each worker's engine recorded. `version`: the model's version.
 
-    About MOST_OF_WORKER tokens of each worker are compared, from its longest samples: a difference far into a context
-    does not show in short samples. Only samples whose tokens were all sampled with this version are compared. Workers
-    with fewer than LEAST_OF_WORKER tokens are judged only together with the others.
+    `since`: the first version with the weights of `version`, as steps without a gradient change none; None: `version`.
+    Workers with fewer than LEAST_OF_WORKER tokens are judged only together with the others.
 
     Raises EngineMismatch if the mean absolute difference of a worker, or of all, is more than `max_logprob_difference`.
     """
-    found = {name: values for name, values in _differences(model, samples, config, version, ranks).items() if values}
+    chosen = samples_to_compare(samples, version if since is None else since)
+    found = {name: values for name, values in _differences(model, chosen, config, ranks).items() if values}
     everything = [value for values in found.values() for value in values]
     judged = {name: fmean(values) for name, values in found.items() if len(values) >= LEAST_OF_WORKER}
     most = config.max_logprob_difference
@@ -229,27 +238,39 @@ def check_engines(
         fix = "begin again in another --namespace without that worker"
     elif max(whole, judged.get(worst, 0.0)) > most:
         subject, difference, tokens = "the engines compute", whole, len(everything)
-        fix = "take a model folder that vLLM and transformers compute alike"
+        fix = (
+            "look whether executors have the trainer's config.json, and leave executor.vllm empty; if the folder is "
+            "the cause, take one that vLLM and transformers compute alike"
+        )
     else:
         return
     raise EngineMismatch(
         f"{subject} another policy than the trainer: the logprobs of {tokens} tokens that version {version} sampled "
         f"differ by {difference:.2g} nats on average, and trainer.max_logprob_difference is {most:g}; nothing was "
-        f"learned from these samples: {fix}, or raise the setting if engines compute in low precision"
+        f"learned from these samples: {fix}. Raise the setting only for engines that compute in low precision"
     )
 
 
-def _differences(
-    model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, version: int, ranks: Ranks
-) -> dict[str, list[float]]:
-    """Return the finite absolute differences of the logprobs of sampled tokens, in nats, by worker."""
+def samples_to_compare(samples: Iterable[TrainingSample], since: int) -> list[TrainingSample]:
+    """Return the samples by which engines are checked, of those whose tokens no version before `since` has sampled.
+
+    They have about MOST_OF_WORKER tokens of each worker, from its longest samples: a difference far into a context does
+    not show in short samples. A second choice among the chosen samples is the same.
+    """
     chosen: list[TrainingSample] = []
     enough: Counter[str] = Counter()
     for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
-        own = Counter(sample.sampled_by) if sample.oldest_version == version else Counter[str]()
+        own = Counter(sample.sampled_by) if sample.oldest_version >= since else Counter[str]()
         if any(enough[name] < MOST_OF_WORKER for name in own):
             chosen.append(sample)
             enough += own
+    return chosen
+
+
+def _differences(
+    model: Any, chosen: Sequence[TrainingSample], config: TrainerConfig, ranks: Ranks
+) -> dict[str, list[float]]:
+    """Return the finite absolute differences of the logprobs of sampled tokens, in nats, by worker."""
     found: dict[str, list[float]] = {}
     for indices in _passes([len(sample.tokens) for sample in chosen], config, ranks):
         part = [chosen[index] for index in indices]

@@ -59,7 +59,10 @@ class FolderTensors:
         gone = set(self._names)
         for layer in self._layers():
             gone -= layer.keys()
-            yield from layer.items()
+            for name, tensor in layer.items():
+                if tuple(tensor.shape) != (shape := self._held[name].shape):
+                    raise FolderError(f"{name} has shape {tuple(tensor.shape)} now, and {shape} in {self.folder}")
+                yield name, tensor
         if gone:
             raise FolderError(
                 f"{min(gone)} is not in the {self._kind} any more: was an adapter put on the model? Merge it before "

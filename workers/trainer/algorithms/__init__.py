@@ -209,12 +209,12 @@ def _try(algorithm: Algorithm) -> None:
     samples = [
         TrainingSample(
             tokens=[0, 0, 0],
-            loss_mask=[0, 1, 1],
+            loss_mask=mask,  # the rows have unlike numbers of tokens, so that a mean shows
             behaviour_logprobs=[0.0, -1.0, -1.0],
             temperatures=[1.0] * 3,
             reward=reward,
         )
-        for reward in (0.0, 1.0)
+        for mask, reward in (([0, 1, 1], 0.0), ([0, 0, 1], 1.0))
     ]
     advantages = checked_advantages(algorithm, samples)
     logprobs = torch.full((2, 3), -1.0)
@@ -231,3 +231,20 @@ def _try(algorithm: Algorithm) -> None:
             f"{type(algorithm).__name__}.loss has no finite gradient for sampled tokens with advantages of "
             f"{' and '.join(map(str, advantages))}, so nothing would be learned: compute `summed` from `batch.logprobs`"
         )
+    whole = float(checked_loss(algorithm, batch).summed.detach())
+    rows = [float(checked_loss(algorithm, _row(batch, place)).summed.detach()) for place in range(2)]
+    if not math.isclose(whole, sum(rows), rel_tol=1e-3, abs_tol=1e-3):
+        raise AlgorithmError(
+            f"{type(algorithm).__name__}.loss gives {whole:g} for two trajectories, and {rows[0]:g} and {rows[1]:g} "
+            "for each alone, so what is learned would depend on microbatches: make `summed` a sum over tokens, no mean"
+        )
+
+
+def _row(batch: TokenBatch, place: int) -> TokenBatch:
+    """Return a batch of one row of this batch."""
+    return TokenBatch(
+        logprobs=batch.logprobs[place : place + 1],
+        behaviour_logprobs=batch.behaviour_logprobs[place : place + 1],
+        advantages=batch.advantages[place : place + 1],
+        loss_mask=batch.loss_mask[place : place + 1],
+    )
