@@ -11,7 +11,6 @@ Keeps true
 
 import gc
 import os
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -146,8 +145,6 @@ def run_trainer_role(common: Common) -> None:
 
     config = load(common)
     if rank_from_environment():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step, then ends this rank
         settings = config.bus()
         connect_as(settings, TRAINER)
         run_trainer(settings, config.settings.trainer, Event(), weights=config.weights)

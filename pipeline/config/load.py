@@ -248,9 +248,19 @@ def _key_before(reason: str, text: str) -> str:
     return next((found[1] for line in reversed(before) if (found := KEY_LINE.match(line))), "")
 
 
+RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+
+
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that `load` reads, for a process that reads a resolved file only."""
-    return {name: value for name, value in environment.items() if DELIMITER not in _path_of_variable(name)}
+    """Return the environment without the variables that `load` reads, for a process that reads a resolved file only.
+
+    The variables of a launcher of ranks are left out, too: a process of a local run is no rank of the command's.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if DELIMITER not in _path_of_variable(name) and name not in RANK_VARIABLES
+    }
 
 
 def _path_of_variable(variable: str) -> str:

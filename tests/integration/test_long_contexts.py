@@ -166,7 +166,7 @@ def test_trainer_learns_from_a_sample_of_200000_tokens(broker: AnyBroker, namesp
     (folder / "turn_format.json").write_text("{}")
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
-    write_samples(settings, [long_sample(200_000, index) for index in range(2)])
+    write_samples(settings, [long_sample(tokens, index) for index, tokens in enumerate((2_000, 200_000))])
     trained = config_of(
         folder, tmp_path / "run", groups_per_step=1, total_groups=1, minibatches=1, recompute_activations=True
     )

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -34,6 +34,7 @@ from tests.support.trainer_fixtures import (
     Result,
     config_of,
     log_with_samples,
+    make_policy,
     make_samples,
     result_of,
 )
@@ -70,9 +71,13 @@ def train_on_ranks(
     *,
     kills: tuple[int, int] | None = None,
     weights: WeightsConfig | None = None,
+    others: Mapping[str, Any] | None = None,
     **change: Any,
 ) -> list[int | None]:
-    """Train with this many ranks; returns their exit statuses. `kills`: a rank, and a version that it dies to save."""
+    """Train with this many ranks; returns their exit statuses. `kills`: a rank, and a version that it dies to save.
+
+    `others`: what the settings of the last rank have otherwise.
+    """
     change = {"microbatch_tokens": 40, **change}  # so that every rank has sequences
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, __name__])
@@ -80,9 +85,17 @@ def train_on_ranks(
     processes = [
         context.Process(
             target=_run_rank,
-            args=(settings, model_folder, run_folder, rank, size, port, kills, weights, change),
+            args=(
+                settings,
+                {"model_folder": model_folder, "run_folder": run_folder, **own},
+                rank,
+                size,
+                port,
+                kills,
+                weights,
+            ),
         )
-        for rank in range(size)
+        for rank, own in enumerate([change] * (size - 1) + [{**change, **(others or {})}])
     ]
     for process in processes:
         process.start()
@@ -97,14 +110,12 @@ def train_on_ranks(
 
 def _run_rank(
     settings: BusSettings,
-    model_folder: Path,
-    run_folder: Path,
+    change: dict[str, Any],
     rank: int,
     size: int,
     port: int,
     kills: tuple[int, int] | None,
     weights: WeightsConfig | None,
-    change: dict[str, Any],
 ) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -115,7 +126,7 @@ def _run_rank(
     }
     if kills is not None and kills[0] == rank:
         _die_instead_of_saving(kills[1])
-    run_trainer(settings, config_of(model_folder, run_folder, **change), Event(), weights=weights)
+    run_trainer(settings, config_of(**change), Event(), weights=weights)
 
 
 def _die_instead_of_saving(version: int) -> None:
@@ -261,6 +272,16 @@ def test_group_that_fails_on_one_rank_is_settled_as_failed_and_training_continue
     failed = {name for name, outcome, _ in result_of(settings).outcomes if outcome is Outcome.INFRA_FAILED}
     assert failed == {f"g04:{index}" for index in range(GROUP_SIZE)} | {"g05:0"}
     assert audit_log(settings).clean
+
+
+@pytest.mark.parametrize("other", ["model_folder", "learning_rate_decay_steps"])
+def test_rank_with_another_folder_or_setting_trains_nothing(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, other: str
+) -> None:
+    change = {"model_folder": make_policy(tmp_path / "other", seed=12), "learning_rate_decay_steps": 1_000}
+    ended = train_on_ranks(settings, policy_folder, tmp_path / "run", 2, others={other: change[other]})
+    assert 0 not in ended and None not in ended
+    assert result_of(settings).digests == {}
 
 
 @pytest.mark.long

@@ -48,11 +48,11 @@ PRELOADED = [
 POINTS = ("before_checkpoint", "after_checkpoint", "in_transaction", "after_transaction")
 
 
-def make_policy(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
+def make_policy(folder: Path, *, vocabulary: int = VOCABULARY, seed: int = 11) -> Path:
     """Save a random Qwen3 of some thousand parameters as a model folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=16,

@@ -88,3 +88,14 @@ def test_head_behind_which_a_model_computes_something_unknown_uses_the_whole_log
     assert head_of(model) is None
     with torch.no_grad():
         assert torch.allclose(token_logprobs(model, tokens), whole(model, tokens, torch.ones(1, 20)), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite"])
+def test_head_found_with_weights_that_hide_what_is_behind_the_head_stays_right(kind: str) -> None:
+    model = model_of(kind)
+    tokens = torch.arange(2, 22)[None]
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+        assert head_of(model) is not None
+        model.get_output_embeddings().weight.normal_(0.0, 10.0)
+        assert torch.allclose(token_logprobs(model, tokens), whole(model, tokens, torch.ones(1, 20)), atol=1e-4)

@@ -14,7 +14,7 @@ Keeps true
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,6 +144,11 @@ class Checkpoints:
         digests = tuple(ranks.gather(digest))
         if not ranks.leads:
             return
+        for missing in (file for file in self._tensors_files(progress.version, ranks.size) if not file.exists()):
+            raise CheckpointFailed(
+                f"{missing} is not there, although a rank of the trainer has written it: all ranks need the same "
+                "folder of checkpoints, on storage that their hosts share"
+            )
         alone = ranks.size == 1
         file = _File(progress=progress, tensors_digest=digest if alone else b"", rank_digests=() if alone else digests)
         body = msgspec.msgpack.encode(file)
@@ -151,6 +156,8 @@ class Checkpoints:
         partial = name.with_suffix(".partial")
         partial.write_bytes(_digest(body) + body)
         _rename_durably(partial, name)
+        for left in self.folder.glob("step-*.partial"):  # of a save that was interrupted
+            left.unlink(missing_ok=True)
         for version in self._versions()[KEPT:]:
             self._progress_file(version).unlink(missing_ok=True)
             for old in self.folder.glob(f"{_stem(version)}*.safetensors"):
@@ -173,16 +180,8 @@ class Checkpoints:
 
         Raises CheckpointRefused if its tensors are not those of the model.
         """
-        with ExitStack() as stack:
-            files = self._tensors_files(progress.version, len(self._decode(progress.version).digests))
-            saved = SavedTensors(files, stack)
-            own = {MODEL + name: parameter for name, parameter in model.named_parameters()}
-            if {name: p.shape for name, p in own.items()} != {name: saved.shape(name) for name in saved.names(MODEL)}:
-                raise CheckpointRefused(
-                    f"{files[0]} holds other tensors than the model folder: name the model that the run began with"
-                )
-            for name, parameter in own.items():
-                saved.copy_to(parameter.detach(), name)
+        self.restore_weights(progress, model)
+        with self._saved_tensors(progress) as saved:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state: dict[int, dict[str, Tensor]] = {}
             for name in saved.names(OPTIMIZER):
@@ -191,6 +190,25 @@ class Checkpoints:
                 state.setdefault(int(index), {})[key] = saved.copy_to(value, name)
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
             torch.set_rng_state(saved.copy_to(torch.get_rng_state(), RANDOM))
+
+    def restore_weights(self, progress: Progress, model: Any) -> None:
+        """Load the model's weights of a checkpoint. Raises CheckpointRefused as `restore` does."""
+        with self._saved_tensors(progress) as saved:
+            own = {MODEL + name: parameter for name, parameter in model.named_parameters()}
+            if {name: p.shape for name, p in own.items()} != {name: saved.shape(name) for name in saved.names(MODEL)}:
+                raise CheckpointRefused(
+                    f"the checkpoint of version {progress.version} in {self.folder} holds other tensors than the model "
+                    "folder: name the model that the run began with"
+                )
+            for name, parameter in own.items():
+                saved.copy_to(parameter.detach(), name)
+
+    @contextmanager
+    def _saved_tensors(self, progress: Progress) -> Iterator["SavedTensors"]:
+        with ExitStack() as stack:
+            yield SavedTensors(
+                self._tensors_files(progress.version, len(self._decode(progress.version).digests)), stack
+            )
 
     def _read(self, version: int) -> Progress:
         file = self._decode(version)

@@ -9,14 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rose.schemas.errors import UsageError
 from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Progress, check_folder
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.replica import make_optimizer
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.model_folder import INDEX
 
@@ -50,7 +48,7 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
     model = load_policy(config.model_folder)
     tensors = FolderTensors(model, config.model_folder)
     tensors.check_values()
-    progress = _restore_newest(checkpoints, model, make_optimizer(model, learning_rate=config.learning_rate))
+    progress = _restore_newest(checkpoints, model)
     check_folder(progress, tensors.folder_digest, config.model_folder)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as partial:
         export_policy(tensors, Path(partial) / target.name)
@@ -58,25 +56,25 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
     return progress.version
 
 
-def export_checkpoint(config: TrainerConfig, checkpoints: Checkpoints) -> None:
-    """Export the policy of the newest checkpoint as the final policy of the run. Raises CheckpointRefused, OSError.
+def export_checkpoint(config: TrainerConfig, checkpoints: Checkpoints, progress: Progress) -> None:
+    """Export the policy of a checkpoint as the final policy of the run. Raises CheckpointRefused, OSError.
 
     For a trainer whose policy is sharded: this process loads the whole policy.
     """
     model = load_policy(config.model_folder)
     tensors = FolderTensors(model, config.model_folder)
-    _restore_newest(checkpoints, model, make_optimizer(model, learning_rate=config.learning_rate))
+    checkpoints.restore_weights(progress, model)
     export_policy(tensors, config.exported)
 
 
-def _restore_newest(checkpoints: Checkpoints, model: Any, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore the newest checkpoint. A trainer that runs may delete it before it is read."""
+def _restore_newest(checkpoints: Checkpoints, model: Any) -> Progress:
+    """Load the weights of the newest checkpoint. A trainer that runs may delete it before it is read."""
     for _ in range(TRIES):
         progress = next(checkpoints.newest_first(), None)
         if progress is None:
             break
         with suppress(FileNotFoundError):
-            checkpoints.restore(progress, model, optimizer)
+            checkpoints.restore_weights(progress, model)
             return progress
     raise CheckpointRefused(f"{checkpoints.folder} has no whole checkpoint: the trainer has not saved a policy yet")
 

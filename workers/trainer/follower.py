@@ -10,6 +10,7 @@ Keeps true
 
 import os
 import time
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from rose.topics.settings import BusSettings
 from rose.workers.trainer.algorithms import TrainingSample
 from rose.workers.trainer.checkpoint import Checkpoints, Progress
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.ranks import Ranks
+from rose.workers.trainer.ranks import RankLost, Ranks
 from rose.workers.trainer.replica import Replica
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.publish import WeightPublisher, make_publisher
@@ -108,27 +109,39 @@ def follow(settings: BusSettings, config: TrainerConfig, weights: WeightsConfig,
     """Run this rank until rank 0 ends it. Raises RankLost, and UsageError as rank 0 does."""
     replica = Replica(config, ranks)
     publisher = make_publisher(settings, config.model_id, weights)
+    thread, putting = ThreadPoolExecutor(1, thread_name_prefix="rose-publishes"), Future[None]()
+    putting.set_result(None)
     snapshot: Snapshot | None = None
-    with ThreadPoolExecutor(1, thread_name_prefix="rose-publishes") as thread:
-        while True:
-            match unpack(ranks.receive()):
-                case Fit() as fit:
-                    groups = [list(map(_training_sample, group)) for group in fit.groups]
-                    compared = list(map(_training_sample, fit.compared))
-                    replica.fit(groups, fit.version, compared=compared, since=fit.since)
-                case CheckFinite(places=places):
-                    replica.is_finite(places)
-                case Restore(folder=folder, progress=progress):
-                    replica.restore(Checkpoints(Path(folder), progress.identity), progress)
-                case Save(folder=folder, progress=progress):
-                    replica.save(Checkpoints(Path(folder), progress.identity), progress)
-                case TakeSnapshot():
-                    snapshot, _ = replica.snapshot(publisher)
-                case Put() as put:
-                    assert snapshot is not None, "take a snapshot first"
-                    thread.submit(_put, publisher, snapshot, put, ranks).add_done_callback(_end_if_failed)
-                case Leave():
-                    return
+    try:
+        while not isinstance(command := unpack(ranks.receive()), Leave):
+            if isinstance(command, TakeSnapshot):
+                snapshot, _ = replica.snapshot(publisher)
+            elif isinstance(command, Put):
+                assert snapshot is not None, "take a snapshot first"
+                putting = thread.submit(_put, publisher, snapshot, command, ranks)
+                putting.add_done_callback(_end_if_failed)
+            else:
+                _call(replica, command)
+    except Exception:
+        if not putting.done():  # its thread waits for rank 0, and the interpreter would wait for the thread
+            log.error("rank_failed", rank=ranks.rank, reason=traceback.format_exc())
+            os._exit(1)
+        raise
+    thread.shutdown()
+
+
+def _call(replica: Replica, command: Fit | CheckFinite | Restore | Save) -> None:
+    match command:
+        case Fit():
+            groups = [list(map(_training_sample, group)) for group in command.groups]
+            compared = list(map(_training_sample, command.compared))
+            replica.fit(groups, command.version, compared=compared, since=command.since)
+        case CheckFinite():
+            replica.is_finite(command.places)
+        case Restore():
+            replica.restore(Checkpoints(Path(command.folder), command.progress.identity), command.progress)
+        case Save():
+            replica.save(Checkpoints(Path(command.folder), command.progress.identity), command.progress)
 
 
 def _training_sample(wire: bytes) -> TrainingSample:
@@ -147,5 +160,8 @@ def _end_if_failed(putting: "Future[None]") -> None:
     error = putting.exception()
     if error is not None:
         reason = str(error) if isinstance(error, RoseError) else repr(error)
-        log.error("part_not_published", reason=reason)
+        if isinstance(error, RankLost):
+            log.error("rank_failed", reason=reason)
+        else:
+            log.error("part_not_published", reason=reason)
         os._exit(1)

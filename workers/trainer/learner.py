@@ -93,12 +93,12 @@ class Learner:
 
     def restore(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Restore the state that a checkpoint has. Raises CheckpointRefused."""
-        self._command(lambda: Restore(folder=str(checkpoints.folder), progress=progress))
+        self._command(lambda: Restore(folder=str(checkpoints.folder.resolve()), progress=progress))
         self._replica.restore(checkpoints, progress)
 
     def save(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Write a checkpoint. Raises CheckpointFailed."""
-        self._command(lambda: Save(folder=str(checkpoints.folder), progress=progress))
+        self._command(lambda: Save(folder=str(checkpoints.folder.resolve()), progress=progress))
         self._replica.save(checkpoints, progress)
 
     def learn(
@@ -154,17 +154,14 @@ class Learner:
         self._command(TakeSnapshot)
         return self._replica.snapshot(publisher)
 
-    def put_parts(
-        self, publisher: WeightPublisher, snapshot: Snapshot, version: int
-    ) -> Callable[[WeightManifest], WeightManifest] | None:
+    def put_parts(self, version: int, *, epoch: int, anchor: bool) -> Callable[[WeightManifest], WeightManifest] | None:
         """Have the other ranks put their parts of a version. Call this once the version before it is on the log.
 
         Returns what merges rank 0's part of the manifest with theirs, on the publisher's thread; None for one rank.
         """
         if self._ranks.size == 1:
             return None
-        anchor = publisher.needs_anchor(snapshot, version)
-        self._command(lambda: Put(version=version, epoch=publisher.epoch, anchor=anchor))
+        self._command(lambda: Put(version=version, epoch=epoch, anchor=anchor))
         return lambda part: merge_manifests(exchange_parts(self._ranks, part))
 
     def _command(self, command: Callable[[], Command]) -> None:

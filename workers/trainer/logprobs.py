@@ -24,8 +24,8 @@ MOST_LOGITS = 32 << 20
 PROBED = 8
 """Number of tokens of the pass that finds out how a model's head can be applied apart."""
 
-TOLERANCE = 1e-4
-"""Largest difference, relative to the largest logit, of a head that is applied apart."""
+LARGEST = 100.0
+"""Largest logit by which the transform behind the head is found out: a soft cap shows."""
 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states of shape (..., hidden) to logits of shape (..., vocabulary)."""
@@ -157,23 +157,20 @@ def _tried_head(model: Any) -> Head | None:
     device = next(model.parameters()).device
     tokens = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings), device=device)[None]
     with torch.no_grad():
-        logits = model(input_ids=tokens, use_cache=False).logits
         try:
             hidden = _hidden_states(model, tokens)
         except HeadNotCalled:
             return None
+        # What the model makes of given logits shows what it computes behind the head, whatever its weights are.
+        given = torch.linspace(-LARGEST, LARGEST, type(output).forward(output, hidden).numel(), device=device)
+        given = given.reshape(*hidden.shape[:2], -1).to(hidden.dtype)
+        with _replaced(output, lambda _hidden: given):
+            made = model(input_ids=tokens, use_cache=False).logits
         for transform in _transforms(model.config):
-            head = _joined(output, transform)
-            found = head(hidden)
-            if found.shape == logits.shape and _alike(found, logits):
-                return head
+            found = transform(given)
+            if found.shape == made.shape and torch.allclose(found.float(), made.float(), rtol=1e-5, atol=1e-6):
+                return _joined(output, transform)
     return None
-
-
-def _alike(found: Tensor, logits: Tensor) -> bool:
-    """Whether the logits are the same up to rounding. Equal ones may all be NaN: the folder is refused elsewhere."""
-    most = logits.abs().max().clamp_min(1e-6)
-    return torch.allclose(found / most, logits / most, rtol=0.0, atol=TOLERANCE, equal_nan=True)
 
 
 def _joined(output: Any, transform: Callable[[Tensor], Tensor]) -> Head:
@@ -204,7 +201,13 @@ class HeadNotCalled(Exception):
 
 def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
     """The hidden states that the model gives to its head, of shape (rows, tokens, hidden). Raises HeadNotCalled."""
-    with _capture(model.get_output_embeddings()) as captured:
+    captured: list[Tensor] = []
+
+    def capture(hidden: Tensor) -> Tensor:
+        captured.append(hidden)
+        return hidden[..., :1]  # nobody uses these logits
+
+    with _replaced(model.get_output_embeddings(), capture):
         model(input_ids=tokens, use_cache=False)
     if len(captured) != 1 or captured[0].shape[:2] != tokens.shape:
         raise HeadNotCalled
@@ -212,16 +215,10 @@ def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _capture(output: Any) -> Iterator[list[Tensor]]:
-    """Have the module keep its input instead of computing. Its result, which is not used, is a column of the input."""
-    captured: list[Tensor] = []
-
-    def forward(hidden: Tensor) -> Tensor:
-        captured.append(hidden)
-        return hidden[..., :1]
-
+def _replaced(output: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have the module compute something else meanwhile."""
     output.forward = forward
     try:
-        yield captured
+        yield
     finally:
         del output.forward

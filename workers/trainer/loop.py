@@ -115,7 +115,8 @@ class Trainer:
 
     def _export(self) -> None:
         if self.learner.is_sharded:
-            export_checkpoint(self._config, self.versions.checkpoints)
+            assert self.versions.progress is not None
+            export_checkpoint(self._config, self.versions.checkpoints, self.versions.progress)
         else:
             export_policy(self.learner.tensors, self._config.exported)
 

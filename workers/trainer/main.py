@@ -1,9 +1,12 @@
 """The trainer's entry point."""
 
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
 from threading import Event
 
 import structlog
@@ -13,6 +16,9 @@ from rose.topics.settings import BusSettings
 from rose.workers.import_path import with_import_paths
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.weights.config import WeightsConfig
+
+OWN_SETTINGS = ("model_folder", "run_folder", "checkpoint_folder", "begin_from", "import_paths")
+"""Settings of the trainer that may differ between ranks: the paths of one host."""
 
 log = structlog.get_logger("trainer")
 
@@ -24,7 +30,7 @@ def is_launched() -> bool:
 
 def rank_from_environment() -> int:
     """The number of the rank that a launcher has started; 0 without a launcher. Raises UsageError."""
-    number = os.environ.get("RANK", "0")
+    number = os.environ.get("RANK", "0") if is_launched() else "0"
     if not number.isdecimal():
         raise UsageError(f"the environment variable RANK is {number!r}: start the ranks of the trainer with torchrun")
     return int(number)
@@ -60,8 +66,12 @@ def run_trainer(
     torch.use_deterministic_algorithms(True, warn_only=True)
     ranks, weights = Ranks(config.device), weights or WeightsConfig()
     if is_launched() or config.compute_dtype != "float32":
-        ranks.join(launched=is_launched())
+        ranks.join(launched=is_launched(), patience=timedelta(seconds=config.hung_seconds))
+    if not ranks.leads:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step, then ends this rank
     try:
+        ranks.require_alike(_shared_settings(config, weights), "settings")
         if ranks.leads:
             with suppress(StreamStopped):
                 Trainer(settings, config, weights, stop, ranks).run()
@@ -75,3 +85,9 @@ def run_trainer(
         raise RankLost(f"rank {ranks.rank} of the trainer failed, or lost another rank: see rank_failed") from error
     finally:
         ranks.leave()
+
+
+def _shared_settings(config: TrainerConfig, weights: WeightsConfig) -> bytes:
+    """Return the settings that all ranks must have alike, as text."""
+    own = {name: value for name, value in asdict(config).items() if name not in OWN_SETTINGS}
+    return repr((sorted(own.items()), sorted(asdict(weights).items()))).encode()

@@ -5,6 +5,8 @@ Keeps true
   a collective call with a rank that is gone raises.
 - A fault that a step can bear is agreed before it is raised, so all ranks raise it at the same place.
 - Messages between ranks are bytes of typed MessagePack.
+- A rank waits for a command of rank 0 for as long as rank 0 waits for samples. Every other wait for a rank ends with an
+  error after `patience`: a rank that is frozen, or whose host is gone, ends the job.
 - One rank without a launcher uses no process group.
 
 The launcher is torchrun, or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
@@ -26,8 +28,8 @@ from rose.schemas.errors import RoseError, UsageError
 
 log = structlog.get_logger("trainer")
 
-PATIENCE = timedelta(days=30)
-"""Longest time that a rank waits for the others: rank 0 may wait for samples for as long."""
+COMMAND_PATIENCE = timedelta(days=365)
+"""Longest time that a rank waits for the next command of rank 0."""
 
 
 class RankLost(RoseError):
@@ -45,16 +47,19 @@ class Ranks:
         """`device`: `cpu` or `cuda`; on `cuda`, each rank of a host has a GPU of its own. Raises UsageError."""
         if device == "cuda" and not torch.cuda.is_available():
             raise UsageError("trainer.device is cuda, and torch finds no GPU here: set cpu, or install torch for CUDA")
-        local = os.environ.get("LOCAL_RANK", "0")
-        self.device = torch.device(f"cuda:{local}" if device == "cuda" else "cpu")
+        local = int(os.environ.get("LOCAL_RANK", "0"))  # the only GPU, if each rank sees its own alone
+        self.device = torch.device(f"cuda:{local % torch.cuda.device_count()}" if device == "cuda" else "cpu")
         self.rank, self.size = 0, 1
         self.grouped = False
         """Whether there is a process group, as FSDP2 needs."""
         self.publishing: Any = None
         """Process group of the threads that publish: their calls have an order of their own."""
-        self._control: Any = None
+        self._step: Any = None
+        """Process group of the main threads."""
+        self._commands: Any = None
+        """Process group in which the main threads wait for commands."""
 
-    def join(self, *, launched: bool) -> None:
+    def join(self, *, launched: bool, patience: timedelta) -> None:
         """Join the ranks that a launcher has started, or make a group of this process alone. Raises UsageError."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -63,16 +68,17 @@ class Ranks:
             log.info("ranks_awaited", rank=os.environ.get("RANK"), ranks=os.environ.get("WORLD_SIZE"))
         try:
             if launched:
-                dist.init_process_group(backend, timeout=PATIENCE)
+                dist.init_process_group(backend, timeout=patience)
             else:
-                dist.init_process_group(backend, timeout=PATIENCE, store=HashStore(), rank=0, world_size=1)
+                dist.init_process_group(backend, timeout=patience, store=HashStore(), rank=0, world_size=1)
         except (ValueError, RuntimeError) as error:
             raise UsageError(
                 f"the ranks of the trainer do not find each other ({error}): start them with torchrun"
             ) from error
         self.rank, self.size, self.grouped = dist.get_rank(), dist.get_world_size(), True
-        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.publishing = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._commands = dist.new_group(backend="gloo", timeout=COMMAND_PATIENCE)
+        self._step = dist.new_group(backend="gloo", timeout=patience)
+        self.publishing = dist.new_group(backend="gloo", timeout=patience)
 
     def leave(self) -> None:
         """Leave the process group."""
@@ -89,16 +95,16 @@ class Ranks:
         """Send a message from rank 0 to the others, which call `receive`. Raises RankLost."""
         if self.size > 1:
             with _lost_ranks():
-                dist.broadcast(torch.tensor([len(data)]), 0, group=self._control)
-                dist.broadcast(_tensor_of(data), 0, group=self._control)
+                dist.broadcast(torch.tensor([len(data)]), 0, group=self._commands)
+                dist.broadcast(_tensor_of(data), 0, group=self._commands)
 
     def receive(self) -> bytes:
         """Wait for the next message of rank 0. Raises RankLost."""
         with _lost_ranks():
             length = torch.zeros(1, dtype=torch.long)
-            dist.broadcast(length, 0, group=self._control)
+            dist.broadcast(length, 0, group=self._commands)
             data = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self._control)
+            dist.broadcast(data, 0, group=self._commands)
         return data.numpy().tobytes()
 
     def gather(self, data: bytes, *, group: Any = None) -> list[bytes]:
@@ -108,7 +114,7 @@ class Ranks:
         """
         if self.size == 1:
             return [data]
-        group = group or self._control
+        group = group or self._step
         with _lost_ranks():
             lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
@@ -123,7 +129,7 @@ class Ranks:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
         with _lost_ranks():
-            dist.all_reduce(total, group=self._control)
+            dist.all_reduce(total, group=self._step)
         found: list[float] = total.tolist()
         return found
 
@@ -132,8 +138,8 @@ class Ranks:
         return self.sum([float(not value)])[0] == 0
 
     def raise_agreed(self, error: Exception | None) -> None:
-        """Raise if a rank has an error: `error` itself on a single rank, otherwise FailedOnARank on all ranks."""
-        if self.size == 1:
+        """Raise if a rank has an error: `error` itself without a process group, else FailedOnARank on all ranks."""
+        if not self.grouped:
             if error is not None:
                 raise error
             return
@@ -167,7 +173,9 @@ def _lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo has no type of its own for a connection that the other side has closed
-        raise RankLost(f"another rank of the trainer has ended, so this rank ends too ({str(error)[:200]})") from error
+        raise RankLost(
+            f"another rank of the trainer has ended or hangs, so this rank ends ({str(error)[:200]})"
+        ) from error
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

@@ -69,6 +69,8 @@ class Replica:
         self.tensors = FolderTensors(self.model, config.model_folder)
         """The policy under the names of its folder."""
         self.tensors.check_values()
+        ranks.require_alike(self.tensors.folder_digest, "model folders")
+        torch.manual_seed(config.seed)
         if not ranks.grouped:
             self.model.to(ranks.device)  # FSDP2 moves each layer's rows, as the whole model may not fit on one GPU
         if config.recompute_activations:
@@ -137,8 +139,11 @@ class Replica:
         return Fitted(train_on(left), failed)
 
     def _is_fatal(self, error: Exception) -> bool:
-        """Whether no group is to blame, or only this rank has the exception, so that the others wait for it."""
-        if self.ranks.size > 1:
+        """Whether no group is to blame, or the exception came amid a pass.
+
+        With FSDP2 such an exception leaves weights whole, and the other ranks wait for this one.
+        """
+        if self.ranks.grouped:
             return not isinstance(error, FailedOnARank)
         return _out_of_memory(error) or (isinstance(error, RoseError) and not isinstance(error, AlgorithmError))
 
@@ -157,7 +162,7 @@ class Replica:
         try:
             dry_run_group(self._module, group, algorithm=self._algorithm, config=self._config, ranks=self.ranks)
         except Exception as error:  # see `_fit`
-            if _out_of_memory(error) or (self.ranks.size > 1 and not isinstance(error, FailedOnARank)):
+            if _out_of_memory(error) or (self.ranks.grouped and not isinstance(error, FailedOnARank)):
                 raise
             return error
         return None
@@ -222,9 +227,9 @@ def _out_of_memory(error: Exception) -> bool:
 def shard_policy(model: Any, ranks: Ranks, config: TrainerConfig) -> LogprobModule:
     """Shard the model over the ranks with FSDP2, layer by layer; the module computes its logprobs.
 
-    Raises UsageError for a model whose tensors do not have the shapes of its folder.
+    Raises UsageError for a model whose tensors do not have the shapes of its folder, or which FSDP2 cannot shard.
     """
-    if getattr(model, "_weight_conversions", None):
+    if any(type(change).__name__ != "WeightRenaming" for change in getattr(model, "_weight_conversions", None) or ()):
         raise UsageError(
             f"{config.model_folder}: a {model.config.model_type} joins tensors of its folder, which one process in "
             "float32 can train: start one trainer, without torchrun, and leave trainer.compute_dtype at float32"
@@ -236,10 +241,16 @@ def shard_policy(model: Any, ranks: Ranks, config: TrainerConfig) -> LogprobModu
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # temperatures stay float32, and activations have the type of the weights
     )
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh, mp_policy=rounded)
-    # Also the outermost weights are sharded again after a pass without gradients, so that `parameters` are always rows.
-    fully_shard(module, mesh=mesh, mp_policy=rounded, reshard_after_forward=True)
+    try:
+        for layer in reversed(layers_of(model)):  # inner layers first
+            fully_shard(layer, mesh=mesh, mp_policy=rounded)
+        # The outermost weights are sharded again after a pass without gradients, too: `parameters` are always rows.
+        fully_shard(module, mesh=mesh, mp_policy=rounded, reshard_after_forward=True)
+    except ValueError as error:  # of tensors that two layers share, or without dimensions
+        raise UsageError(
+            f"{config.model_folder}: torch's FSDP2 does not shard a {model.config.model_type} ({error}): start one "
+            "trainer, without torchrun, and leave trainer.compute_dtype at float32"
+        ) from error
     return module
 
 
@@ -250,8 +261,13 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def recompute_layers(model: Any) -> None:
-    """Have the backward pass compute each layer again instead of keeping its activations."""
-    for layer in layers_of(model):
+    """Have the backward pass compute each layer again instead of keeping its activations. Raises UsageError."""
+    layers = layers_of(model)
+    if not layers:
+        raise UsageError(
+            f"the layers of a {model.config.model_type} are not known: leave trainer.recompute_activations at false"
+        )
+    for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -316,19 +316,19 @@ def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: T
         part = [rows[index] for index in indices]
         mask = pad_rows([row.sample.loss_mask for row in part] or [[0, 0]], dtype=torch.bool)
         logprobs = _pass_logprobs(model, [row.sample for row in part], mask, ranks.device)
-        summed = logprobs.sum() * 0.0
+        slopes = torch.zeros_like(logprobs)
         if part and fault is None:
-            batch = _batch(part, logprobs, mask.to(ranks.device))
+            batch = _batch(part, logprobs.detach().requires_grad_(), mask.to(ranks.device))
             try:
                 loss = checked_loss(algorithm, batch)
-                summed = loss.summed
+                slopes = _slopes(loss, batch, max(tokens, 1))
                 _observe(sums, batch, loss)
             except Exception as error:  # of a user's algorithm
-                if ranks.size == 1:
+                if not ranks.grouped:
                     raise
                 fault = error
         # FSDP2 divides the sum of the ranks' gradients by their number.
-        (summed * ranks.size / max(tokens, 1)).backward()  # type: ignore[no-untyped-call]
+        logprobs.backward(slopes * ranks.size)  # type: ignore[no-untyped-call]
         HEALTH.report_progress()
     ranks.raise_agreed(fault)
     sums.tokens = tokens
@@ -336,6 +336,12 @@ def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: T
         [sums.loss, sums.ratio, sums.divergence, sums.clipped]
     )
     return sums
+
+
+def _slopes(loss: TokenLoss, batch: TokenBatch, tokens: int) -> Tensor:
+    """Return the gradient of the mean loss over `tokens` tokens with respect to the batch's logprobs."""
+    (slopes,) = torch.autograd.grad(loss.summed / tokens, batch.logprobs, allow_unused=True)
+    return torch.zeros_like(batch.logprobs) if slopes is None else slopes
 
 
 def _batch(part: Sequence[_Row], logprobs: Tensor, mask: Tensor) -> TokenBatch:

@@ -21,7 +21,6 @@ from threading import Event
 from time import perf_counter
 
 import structlog
-import torch
 
 from rose.schemas.samples import SampleOutcome
 from rose.schemas.weights import WeightManifest
@@ -143,9 +142,10 @@ class PolicyVersions:
                 metrics.POLICY_VERSION.set(done.result().version)
 
         self.wait_until_published()  # what other ranks put depends on what the log has
-        merge = self._learner.put_parts(self.publisher, snapshot, self.current)
+        anchor = self.publisher.needs_anchor(snapshot, self.current)
+        merge = self._learner.put_parts(self.current, epoch=self.publisher.epoch, anchor=anchor)
         publishing = self.publisher.publish_snapshot(
-            snapshot, self.current, settlement.commit, digest=digest, merge=merge
+            snapshot, self.current, settlement.commit, digest=digest, anchor=anchor, merge=merge
         )
         publishing.add_done_callback(published)
 
@@ -200,7 +200,6 @@ def _start_fresh(config: TrainerConfig, learner: Learner, versions: PolicyVersio
             raise CheckpointRefused(f"trainer.begin_from names {others.folder}, where no whole checkpoint is")
         _import_checkpoint(others, progress, learner, versions, stream)
         return
-    torch.manual_seed(config.seed)
     versions.save_and_publish(stream.settlement(()))
 
 

@@ -196,12 +196,13 @@ class WeightPublisher:
         *,
         step: int | None = None,
         digest: bytes | None = None,
+        anchor: bool | None = None,
         merge: Callable[[WeightManifest], WeightManifest] | None = None,
     ) -> Future[WeightManifest]:
         """Publish a snapshot that was made before.
 
-        With several ranks, `digest` is that of the whole policy, and `merge` merges this rank's manifest with those of
-        the others, on the publisher's thread; the anchors are then those that `needs_anchor` has said.
+        `anchor`: as in `put`. With several ranks, `digest` is that of the whole policy, and `merge` merges this rank's
+        manifest with those of the others, on the publisher's thread.
 
         `commit` writes the signed manifest, on the publisher's thread; a caller passes it to write other records in the
         same transaction. The returned manifest has all slices; the written one may have them in an index.
@@ -209,7 +210,9 @@ class WeightPublisher:
         self.wait_until_published()
         self._version_numbers.check(version, snapshot.digest() if digest is None else digest)
         step = version if step is None else step
-        self._publishing = self._thread.submit(self._publish, snapshot, version, step, commit or self._write, merge)
+        self._publishing = self._thread.submit(
+            self._publish, snapshot, version, step, commit or self._write, anchor, merge
+        )
         return self._publishing
 
     def wait_until_published(self, on_wait: Callable[[], None] = noop) -> None:
@@ -310,9 +313,10 @@ class WeightPublisher:
         version: int,
         step: int,
         commit: Callable[[SignedManifest], None],
+        anchor: bool | None,
         merge: Callable[[WeightManifest], WeightManifest] | None,
     ) -> WeightManifest:
-        manifest = self.put(snapshot, version, step=step, published_at=time.time())
+        manifest = self.put(snapshot, version, step=step, published_at=time.time(), anchor=anchor)
         if merge is not None:
             manifest = merge(manifest)
         self._commit(manifest, commit)
