@@ -95,8 +95,8 @@ def check_catalog(common: Common) -> None:
             advice = "run `rose topics create`"
         elif any(each.subject == "partitions" for each in found):
             advice = (
-                "say in [topics] how many partitions there are: they are for the life of a topic; delete one that "
-                "differs from others of its setting, and run `rose topics create`"
+                "say in [topics] how many partitions there are: they are for the life of a topic; give one that has "
+                "fewer than others of its setting as many (kafka-topics.sh --alter --partitions)"
             )
         else:
             first = found[0]
