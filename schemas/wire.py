@@ -234,9 +234,10 @@ def _check_duplicate_keys(wire: bytes, *, as_json: bool) -> None:
 def _check_schema(record: type[Record], headers: Headers) -> None:
     for name, value in headers:
         if name == SCHEMA_HEADER:
-            announced = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+            announced = value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
             if announced.partition("/")[0] != record.SCHEMA.partition("/")[0]:
-                raise RecordError(f"header {SCHEMA_HEADER} says {announced}, the topic holds {record.SCHEMA}")
+                says = f"says {announced}" if announced else "is empty"
+                raise RecordError(f"header {SCHEMA_HEADER} {says}, the topic holds {record.SCHEMA}")
 
 
 SHOWN_KEY_CHARACTERS = 64

@@ -309,6 +309,15 @@ def find_drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
     return found
 
 
+def remaining_drift(settings: BusSettings, partitions: Partitions, created: Sequence[str]) -> list[str]:
+    """Lines for a user about the differences that `create_topics` has left; none if there is no difference.
+
+    `created`: the topics that it has just created. Raises BrokerUnreachable or BusError.
+    """
+    differs = [f"not changed: {each}" for each in find_drift(settings, partitions) if each.topic not in created]
+    return [*differs, "`rose topics check` says what to do about these topics"] if differs else []
+
+
 def expected_settings(topic: Topic, retention: Retention) -> dict[str, str]:
     """The settings that a topic shall have on the broker, by Kafka's names."""
     return {

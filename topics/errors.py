@@ -62,12 +62,14 @@ class TopicMissing(RoseError):
 class PartitionMissing(TopicMissing):
     """A topic has fewer partitions than a topic with the same partitioning."""
 
-    def __init__(self, name: str, partition: int, has: int) -> None:
+    def __init__(self, name: str, partition: int, has: int, larger: tuple[str, int] | None = None) -> None:
+        """`larger`: the topic with the same partitioning that has most partitions, and their number."""
+        other = f", and topic {larger[0]} has {larger[1]}" if larger else ""
         RoseError.__init__(
             self,
-            f"topic {name} has no partition {partition}, but {has} in all: `rose topics check` tells which topics "
-            "differ from [topics]; give it as many (kafka-topics.sh --alter --partitions), or delete it and run "
-            "`rose topics create`",
+            f"topic {name} has no partition {partition}, but {has} in all{other}: `rose topics check` tells which "
+            "topics differ from [topics]; give those of one setting as many as the largest of them (kafka-topics.sh "
+            "--alter --partitions), and say that number in [topics]",
         )
 
 

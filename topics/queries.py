@@ -14,6 +14,7 @@ from typing import TypeVar
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResultInfo, MemberDescription
 
+from rose.topics.catalog import CATALOG
 from rose.topics.errors import UNKNOWN_PARTITION_CODES, BusError, PartitionMissing, TopicMissing, is_transient
 
 Answer = TypeVar("Answer")
@@ -168,8 +169,23 @@ def missing_error(consumer: Consumer, name: str, partition: int = 0) -> TopicMis
         if found.error is not None and found.error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
             return BusError(f"looking for {name}", found.error, f"Describe on topic {name}")
         if found.error is None and 0 < len(found.partitions) <= partition:
-            return PartitionMissing(name, partition, len(found.partitions))
+            return PartitionMissing(name, partition, len(found.partitions), _larger(consumer, name, partition))
     return TopicMissing(name)
+
+
+def _larger(consumer: Consumer, name: str, partition: int) -> tuple[str, int] | None:
+    """The largest topic with the partitioning of `name`, and its partitions; None if none has the partition."""
+    found = next((topic for topic in CATALOG if name.endswith(topic.name)), None)
+    if found is None:
+        return None
+    namespace = name.removesuffix(found.name)
+    alike = [f"{namespace}{topic.name}" for topic in CATALOG if topic.partition_setting is found.partition_setting]
+    with suppress(KafkaException):
+        existing = consumer.list_topics(timeout=WATERMARKS_ATTEMPT_SECONDS).topics
+        sizes = [(len(existing[each].partitions), each) for each in alike if each in existing]
+        count, largest = max(sizes, default=(0, ""))
+        return (largest, count) if count > partition else None
+    return None
 
 
 def retry_query(

@@ -7,6 +7,7 @@ Keeps true
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -236,6 +237,9 @@ def _pair(text: str, where: str) -> tuple[str, str]:
 
 Client = TypeVar("Client")
 
+UNDERSCORED = re.compile(r'No such configuration property: "([^".]*_[^".]*)"')
+"""A setting in librdkafka's refusal whose name has underscores and no dots, as the name of a variable."""
+
 
 def new_client(kind: Callable[..., Client], config: Mapping[str, object], **more: Any) -> Client:
     """A client of this class with this configuration.
@@ -248,6 +252,9 @@ def new_client(kind: Callable[..., Client], config: Mapping[str, object], **more
         if error.args[0].code() == KafkaError._CRIT_SYS_RESOURCE:
             raise ThreadRefused from None
         reason = error.args[0].str()
+        if unknown := UNDERSCORED.search(reason):
+            dotted = unknown[1].replace("_", ".")
+            reason += f': names with dots go into ROSE_BROKER__PROPERTIES=\'{{"{dotted}": "..."}}\''
         files = "".join(f" ({name}={config[name]})" for name in config if name.endswith(".location") and name in reason)
         raise UsageError(f"the Kafka client refuses its settings: {reason}{files}") from None
     except (TypeError, ValueError) as error:
@@ -261,11 +268,20 @@ MAX_IN_FLIGHT = 5
 MAX_TRANSACTION_MILLISECONDS = 60_000
 """Longest transaction timeout: as long as a reader waits for the end of a transaction."""
 
+MIN_TRANSACTION_MILLISECONDS = 1_000
+"""Shortest transaction timeout that librdkafka takes."""
+
 MIN_DELIVERY_MILLISECONDS = 1_000
 """Least delivery timeout: a running broker may take this long to store a record."""
 
+MAX_DELIVERY_MILLISECONDS = 2**31 - 1
+"""Longest delivery timeout that librdkafka takes."""
+
 MIN_SESSION_MILLISECONDS = 6_000
 """Least session timeout: the least that Apache Kafka allows by default."""
+
+MAX_SESSION_MILLISECONDS = 3_600_000
+"""Longest session timeout that librdkafka takes."""
 
 DEFAULT_SESSION_MILLISECONDS = 10_000
 """Session timeout of environment workers: the homes of a silent worker are assigned to others after this. Kafka's
@@ -328,19 +344,22 @@ REQUIRED_SETTINGS = (
     RequiredSetting(("allow.auto.create.topics",), _FALSE, "must be false: only `rose topics create` makes topics"),
     RequiredSetting(
         ("message.timeout.ms", "delivery.timeout.ms"),
-        lambda value: value == "0" or _number(MIN_DELIVERY_MILLISECONDS, 2**31 - 1)(value),
-        f"must be 0 or at least {MIN_DELIVERY_MILLISECONDS}: records would be given up before they are stored",
+        lambda value: value == "0" or _number(MIN_DELIVERY_MILLISECONDS, MAX_DELIVERY_MILLISECONDS)(value),
+        f"must be 0 or from {MIN_DELIVERY_MILLISECONDS} to {MAX_DELIVERY_MILLISECONDS}: with less, records would be "
+        "given up before they are stored",
     ),
     RequiredSetting(("delivery.report.only.error",), _FALSE, "must be false: stored records would not be reported"),
     RequiredSetting(
         ("transaction.timeout.ms",),
-        _number(1, MAX_TRANSACTION_MILLISECONDS),
-        f"must be at most {MAX_TRANSACTION_MILLISECONDS}: an open transaction of a dead worker delays all readers",
+        _number(MIN_TRANSACTION_MILLISECONDS, MAX_TRANSACTION_MILLISECONDS),
+        f"must be from {MIN_TRANSACTION_MILLISECONDS} to {MAX_TRANSACTION_MILLISECONDS}: an open transaction of a dead "
+        "worker delays all readers",
     ),
     RequiredSetting(
         ("session.timeout.ms",),
-        _number(MIN_SESSION_MILLISECONDS, 2**31 - 1),
-        f"must be at least {MIN_SESSION_MILLISECONDS}: brokers refuse a member with a shorter session",
+        _number(MIN_SESSION_MILLISECONDS, MAX_SESSION_MILLISECONDS),
+        f"must be from {MIN_SESSION_MILLISECONDS} to {MAX_SESSION_MILLISECONDS}: brokers refuse a member with a "
+        "shorter session",
     ),
     RequiredSetting(("group.id", "group.instance.id"), _NEVER, "is set by ROSE: --namespace distinguishes groups"),
     RequiredSetting(("transactional.id",), _NEVER, "is set by ROSE: --namespace distinguishes writers"),

@@ -178,7 +178,8 @@ def settle_by_hand(common: Common, name: str, reason: str) -> None:
     what = f"group {name}" if name == group.group_id else f"trajectory {indexes[0]} of group {group.group_id}"
     print_line(
         f"what of {what} has not ended is to end as infra_failed: its environment worker does that when it hears of "
-        f"it, or when it starts; `rose why {name}` tells"
+        f"it, or when it starts; what has ended stays as it is, also where its sample was deleted; `rose why {name}` "
+        "tells"
     )
 
 

@@ -59,7 +59,7 @@ def print_why(common: Common, name: str) -> None:
     if not lines:
         raise UnknownTrajectory(name)
     for line in lines:
-        print_line(line)
+        print_line(line.replace("\n", "\\n"))  # the message of an environment's error may have several lines
 
 
 def _group_of(settings: BusSettings, name: str) -> GroupFound | None:

@@ -32,7 +32,7 @@ def create_catalog(common: Common) -> None:
     """Create missing topics, add missing inboxes, and print what else differs."""
     from rose.pipeline.config.load import load
     from rose.topics.acl import ADMIN, connect_as
-    from rose.topics.admin import create_topics, find_drift
+    from rose.topics.admin import create_topics, remaining_drift
 
     config = load(common)
     settings = config.bus()
@@ -41,11 +41,8 @@ def create_catalog(common: Common) -> None:
     for name in created:
         print_line(f"created {name}")
     print_line(f"{len(created)} topics created, all topics have their leaders")
-    differs = [each for each in find_drift(settings, config.partitions) if each.topic not in created]
-    for each in differs:
-        print_line(f"not changed: {each}")
-    if differs:
-        print_line("`rose topics check` says what to do about these topics")
+    for line in remaining_drift(settings, config.partitions, created):
+        print_line(line)
 
 
 @topics.command("describe")
@@ -98,8 +95,8 @@ def check_catalog(common: Common) -> None:
             advice = "run `rose topics create`"
         elif any(each.subject == "partitions" for each in found):
             advice = (
-                "say in [topics] how many partitions there are: they are for the life of a topic; delete one that "
-                "differs from others of its setting, and run `rose topics create`"
+                "say in [topics] how many partitions there are: they are for the life of a topic; give one that has "
+                "fewer than others of its setting as many (kafka-topics.sh --alter --partitions)"
             )
         else:
             first = found[0]

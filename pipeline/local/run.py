@@ -29,7 +29,8 @@ from rose.pipeline.process_setup import RUN_LOCK, run_folder_lock, stop_on_signa
 from rose.pipeline.report.summary import RunMetadata, Success, Summary, describe_machine
 from rose.pipeline.report.write import print_summary, write_report
 from rose.schemas.prompts import Prompt
-from rose.topics.admin import create_topics
+from rose.topics.admin import create_topics, remaining_drift
+from rose.topics.errors import BusError
 from rose.topics.local_broker import free_ports
 from rose.workers.weights.trust import require_signing_key
 
@@ -83,7 +84,8 @@ def open_run(config: Config) -> Iterator[LocalRun]:
     console, began, started_at = RunConsole(), monotonic(), time()
     with run_folder_lock(config.run_folder, RUN_LOCK), role_fork_server() as fork_server, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
-        prepare_run(config, broker)
+        for line in prepare_run(config, broker):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         yield LocalRun(config, broker, fork_server, console, began, started_at)
 
 
@@ -124,15 +126,20 @@ class TimeLimitReached(RunInterrupted):
     """The run has taken `run.time_limit_seconds`."""
 
 
-def prepare_run(config: Config, broker: RunBroker) -> None:
-    """Create the topics, and write the configuration that the roles read.
+def prepare_run(config: Config, broker: RunBroker) -> list[str]:
+    """Create the topics, and write the configuration that the roles read; return lines about topics that differ.
 
     Raises BusError, RightsMissing, or UsageError where versions would not be signed and have to be.
     """
     require_signing_key(broker.settings, config.weights.signing_key, "signing_key")
     require_signing_key(broker.settings, config.weights.trusted_key, "trusted_key")
-    create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
+    replication_factor = config.settings.topics.replication_factor
+    created = create_topics(broker.settings, config.partitions, replication_factor=replication_factor)
     write_configuration(config, broker)
+    try:
+        return remaining_drift(broker.settings, config.partitions, created)
+    except BusError as error:  # a run needs no right to read the topics' settings
+        return [f"the topics' settings are unknown: {error}"]
 
 
 def write_configuration(config: Config, broker: RunBroker) -> Path:

@@ -240,6 +240,10 @@ MEANINGS = {
         "The broker deleted samples before they were trained on.",
         "Correct the retention of the topic (`rose topics check`).",
     ),
+    "settle_request_without_effect": Meaning(
+        "`rose settle` names a trajectory that has ended and has no outcome yet.",
+        "If `samples_lost` names its partition, its group stays open: raise `environment.window_groups`.",
+    ),
     "sidecar_disconnected": Meaning("The sidecar's connection was closed because of an error during a build.", WATCH),
     "sidecar_exited": Meaning(
         "The sidecar ended; the watchdog starts another after `retry_seconds`.",

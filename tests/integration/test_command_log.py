@@ -260,6 +260,13 @@ def test_why_finds_a_json_prompt_with_an_escaped_id(log: Log, capsys: pytest.Cap
     assert f"its prompt waits at {PROMPTS.name}/{log.home('math/1')}/{offset}" in capsys.readouterr().out
 
 
+def test_why_shows_a_reason_of_several_lines_on_one_line(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    log.group("g")
+    log.outcome("g:0", Outcome.INFRA_FAILED, reason="ValueError: one\ntwo")
+    print_why(common(log.settings), "g:0")
+    assert capsys.readouterr().out == "g:0: ended as infra failed at step 1 because ValueError: one\\ntwo\n"
+
+
 def test_why_reports_a_refused_prompt(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     offset = log.prompt("g")
     dead_letter(log, "g", log.home("g"), offset)

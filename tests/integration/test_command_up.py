@@ -2,19 +2,23 @@
 
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
+from rose.pipeline.local.run import open_run
 from rose.pipeline.local.submit import remaining_work
 from rose.pipeline.monitor.screen import Screen
 from rose.schemas.errors import UsageError
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics
-from rose.topics.catalog import GROUPS, PROMPTS, Partitions, home_partition
+from rose.topics.catalog import GROUPS, OUTCOMES, PROMPTS, Partitions, Retention, home_partition
 from rose.topics.errors import TopicMissing
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
@@ -133,6 +137,33 @@ def ended(process: subprocess.Popen[str]) -> str:
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     return output
+
+
+@any_broker
+def test_run_on_topics_made_with_other_settings_names_the_differences(
+    broker: AnyBroker, namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = broker.settings(namespace)
+    create_topics(replace(settings, retention=Retention(outcomes=4 * 3600.0)), Partitions())
+    config = load(Common(overrides=overrides(settings, tmp_path)))
+    with open_run(config):
+        printed = capsys.readouterr().out.splitlines()
+    assert printed[-3:] == [
+        f"not changed: {namespace}{OUTCOMES.name}: retention.ms is 14400000, the catalog says 2592000000",
+        f"not changed: {namespace}{OUTCOMES.name}: segment.ms is 1800000, the catalog says 324000000",
+        "`rose topics check` says what to do about these topics",
+    ]
+
+
+def overrides(settings: BusSettings, folder: Path) -> tuple[tuple[str, str, object], ...]:
+    values = {
+        "run.folder": str(folder),
+        "broker.bootstrap_server": settings.bootstrap,
+        "broker.namespace": settings.namespace,
+        "broker.embedded": settings.embedded,
+        "broker.properties": dict(settings.properties),
+    }
+    return tuple(("test", name, value) for name, value in values.items())
 
 
 @any_broker

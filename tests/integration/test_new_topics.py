@@ -4,11 +4,15 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import NewPartitions
 
 from rose.topics.admin import connect, create_topics, find_drift
-from rose.topics.catalog import OUTCOMES, PROMPTS, Retention
+from rose.topics.catalog import GROUPS, OUTCOMES, PROMPTS, Retention
+from rose.topics.errors import TopicMissing
 from rose.topics.queries import watermarks_of
+from rose.topics.reader import Reader
 from rose.topics.writer import Writer
 from tests.golden.examples import PROMPT
 from tests.support.brokers import AnyBroker
@@ -38,6 +42,18 @@ def test_topic_retention_unlike_the_settings_is_drift(broker: AnyBroker, namespa
         (settings.topic(OUTCOMES), "retention.ms", "2592000000", "14400000"),
         (settings.topic(OUTCOMES), "segment.ms", "324000000", "1800000"),
     }
+
+
+def test_missing_partition_is_reported_with_the_topic_that_has_it(broker: AnyBroker, namespace: str) -> None:
+    settings = with_topics(broker.settings(namespace))
+    admin, many = connect(settings), PARTITIONS.home + 3
+    for enlarged in admin.create_partitions([NewPartitions(settings.topic(PROMPTS), many)]).values():
+        enlarged.result()
+    both = f"{settings.topic(GROUPS)} has no partition {many - 1}, but {PARTITIONS.home} in all, and topic "
+    with closing(Reader(settings, "test")) as reader, pytest.raises(TopicMissing) as raised:
+        reader.watermarks((GROUPS, many - 1))
+    sentence = str(raised.value)
+    assert f"{both}{settings.topic(PROMPTS)} has {many}: " in sentence and "delete" not in sentence
 
 
 def test_deleted_topic_exists_after_its_creation(broker: AnyBroker, namespace: str) -> None:

@@ -47,7 +47,7 @@ def test_manually_settled_trajectory_ends_before_its_next_result(
     with worker_process(settings, 0, {"model_folder": model}) as worker:
         finish(executors, 2 * SIZE - 1)
         if has_started:
-            settle(settings, name)
+            settle(settings, "g0")  # the others of the group have ended
             finish(executors, 2 * SIZE)
         else:
             kill(worker)

@@ -15,6 +15,8 @@ import pytest
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
+from rose.pipeline.config.load import load
+from rose.pipeline.config.options import Common
 from rose.schemas.errors import RoseError, UsageError
 from rose.topics import admin, settings, transactions
 from rose.topics.catalog import HEARTBEATS, PROMPTS
@@ -78,6 +80,15 @@ def test_settings_invalid_for_a_client_are_refused_in_one_sentence(properties: d
     settings = BusSettings(NOBODY.bootstrap, properties=properties)
     with pytest.raises(UsageError, match="refuses its settings"):
         Writer(settings, "test", transactional_id="test")
+
+
+def test_kafka_property_named_with_underscores_is_refused_with_how_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_BROKER__PROPERTIES__SASL_PASSWORD", "hidden")
+    with pytest.raises(UsageError) as refused:
+        Writer(load(Common(bootstrap_server=NOBODY.bootstrap)).bus(), "test")
+    sentence = str(refused.value)
+    assert sentence.endswith("""names with dots go into ROSE_BROKER__PROPERTIES='{"sasl.password": "..."}'""")
+    assert "hidden" not in sentence
 
 
 def test_unusable_file_of_a_client_is_named_with_its_setting() -> None:

@@ -57,6 +57,16 @@ def test_kafka_property_that_rose_relies_on_cannot_be_changed(assignment: str) -
     assert f"broker.properties: {assignment.partition('=')[0]} " in refusal(Common(properties=[assignment]))
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("message.timeout.ms", 2**31 - 1), ("transaction.timeout.ms", 60_000), ("session.timeout.ms", 3_600_000)],
+)
+def test_kafka_timeout_of_any_length_outside_its_range_is_told_the_range(name: str, most: int) -> None:
+    for value in (1, most + 1, 999_999_999_999):
+        assert f"000 to {most}: " in refusal(Common(properties=[f"{name}={value}"]))
+    assert load(Common(properties=[f"{name}={most}"])).settings.broker.properties[name] == str(most)
+
+
 def test_kafka_property_that_rose_relies_on_may_be_repeated_unchanged() -> None:
     assert load(Common(bootstrap_server="b:1", properties=["bootstrap.servers=b:1"])).bus().bootstrap == "b:1"
     assignments = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]

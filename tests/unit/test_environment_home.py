@@ -355,8 +355,20 @@ def test_manual_settlement_is_applied_once_and_between_steps() -> None:
     of.on_settle_request(request(HERE[0], 1, 10))
     assert list(of.take_settle_requests()) == []
     of.trajectories[name].applying = False
-    assert list(of.take_settle_requests()) == [(of.trajectories[name], "settled by hand: why")]
+    assert list(of.take_settle_requests()) == [(name, of.trajectories[name], "settled by hand: why")]
     assert of.trajectories[name].applying, "nothing more is applied to it"
+    assert list(of.take_settle_requests()) == []
+
+
+def test_manual_settlement_of_an_ended_trajectory_without_outcome_is_reported_once() -> None:
+    of, name = with_group(10, HERE[0]), trajectory_id(HERE[0], 1)
+    del of.trajectories[name]
+    for index in (1, 2):
+        of.on_settle_request(request(HERE[0], index, 10))
+    assert list(of.take_settle_requests()) == [(name, None, "settled by hand: why")], "the group has two trajectories"
+    assert list(of.take_settle_requests()) == []
+    of.on_outcome(HERE[0], name, of.open_groups[HERE[0]].outcomes_from)
+    of.on_settle_request(request(HERE[0], 1, 10))
     assert list(of.take_settle_requests()) == []
 
 

@@ -174,6 +174,18 @@ def test_compiled_library_is_not_named_as_user_code() -> None:
     assert raised_at(raised.value).startswith(f"{HERE}, ") and raised_at(raised.value).endswith("in reported")
 
 
+def test_error_of_a_coroutine_that_raised_stop_iteration_names_the_line_of_its_cause() -> None:
+    async def runs_dry() -> None:
+        next(iter(()))
+
+    async def errors() -> tuple[BaseException | None]:
+        return await asyncio.gather(runs_dry(), return_exceptions=True)
+
+    [error] = asyncio.run(errors())
+    assert isinstance(error, RuntimeError)
+    assert raised_at(error).startswith(f"{HERE}, ") and raised_at(error).endswith("in runs_dry")
+
+
 def test_error_without_user_code_has_no_location() -> None:
     assert raised_at(TimeoutError("took longer than 1 s")) == ""
 

@@ -127,6 +127,12 @@ def test_header_that_names_another_record_is_refused() -> None:
         assert decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, f"prompt/{number}")]) == PROMPT
 
 
+@pytest.mark.parametrize("value", [None, b"", ""])
+def test_empty_header_of_the_record_is_refused_as_empty(value: Any) -> None:
+    with pytest.raises(RecordError, match=r"^header rose-schema is empty, the topic holds prompt/"):
+        decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, value)])
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [

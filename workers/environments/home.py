@@ -302,10 +302,12 @@ class Home:
         }
         return {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
 
-    def take_settle_requests(self) -> Iterator[tuple[Trajectory, str]]:
+    def take_settle_requests(self) -> Iterator[tuple[str, Trajectory | None, str]]:
         """Yields each trajectory to be settled now, with the reason; later results are not applied to it.
 
-        A trajectory whose environment step is running is left until the step is done.
+        A trajectory whose environment step is running is left until the step is done. None stands for a trajectory that
+        is over and has no outcome: its sample waits for the trainer, or was deleted. The home cannot tell which, and a
+        second sample could give the trajectory two outcomes.
         """
         for name, request in list(self.settle_requests.items()):
             group, trajectory = self.groups.get(request.group_id), self.trajectories.get(name)
@@ -315,8 +317,17 @@ class Home:
                 if trajectory.applying:
                     continue
                 trajectory.applying = True
-                yield trajectory, _by_hand(request)
+                yield name, trajectory, _by_hand(request)
+            elif group.offset == request.offset and self._lacks_outcome(request):
+                yield name, None, _by_hand(request)
             del self.settle_requests[name]
+
+    def _lacks_outcome(self, request: SettleRequest) -> bool:
+        group = self.open_groups.get(request.group_id)
+        return group is not None and any(
+            group.missing_outcomes >> index & 1 and request.trajectory_id == trajectory_id(request.group_id, index)
+            for index in range(group.prompt.group_size)
+        )
 
     def settle_expired(self, low: int) -> list[str]:
         """Settle the open groups whose outcomes may be deleted, and return their ids.

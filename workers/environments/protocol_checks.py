@@ -142,13 +142,23 @@ CALLERS = tuple(
 """Files of ROSE from which environments are called."""
 
 
+MAX_CAUSES = 8
+"""Number of causes of an error that are looked through."""
+
+
 def raised_at(error: BaseException) -> str:
     """Return file, line and function of the innermost frame of the user's code.
 
-    Without such a frame, the innermost frame of an installed package; empty text if there is neither. For a group of
-    errors, the first error counts.
+    Without such a frame, that of the error's cause; then the innermost frame of an installed package; empty text if
+    there is none. For a group of errors, the first error counts.
     """
-    frames = list(_frames(leaves_of(error)[0])) or list(_frames(error))
+    cause = leaves_of(error)[0]
+    frames = list(_frames(cause)) or list(_frames(error))
+    for _ in range(MAX_CAUSES):
+        if cause.__cause__ is None:
+            break
+        cause = cause.__cause__
+        frames = [*_frames(cause), *frames]
     own = [(file, where) for file, where in frames if not file.startswith((*LIBRARY, *CALLERS))]
     users = [where for file, where in own if not _is_installed(file)]
     installed = [where for file, where in frames if _is_installed(file) and not file.startswith(CALLERS)]

@@ -339,10 +339,13 @@ class EnvironmentWorker:
     def _end_settled_by_hand(self) -> None:
         """End the trajectories that settle requests name."""
         for home in self._homes.values():
-            for trajectory, reason in home.take_settle_requests():
-                log.warning("trajectory_settled_by_hand", trajectory=trajectory.trajectory_id, reason=reason)
+            for name, trajectory, reason in home.take_settle_requests():
+                if trajectory is None:
+                    log.warning("settle_request_without_effect", trajectory=name, reason=reason)
+                    continue
+                log.warning("trajectory_settled_by_hand", trajectory=name, reason=reason)
                 written = fail_trajectory(trajectory, reason, self._rules, self._clock())
-                self._ready.append(PendingTransition(home, trajectory.trajectory_id, written, None))
+                self._ready.append(PendingTransition(home, name, written, None))
 
     def _open_groups(self) -> None:
         """Decide prompts, one per home in turn, while the window has room. Pause reading prompts while one waits."""

@@ -9,8 +9,8 @@ Keeps true
 """
 
 import numpy as np
-from numba import njit
 
+from rose.workers.weights.codec.compiled import compiled
 from rose.workers.weights.codec.hazard import CAP_BITS, HEAVY, LIGHT_MOST
 from rose.workers.weights.codec.range_coder import (
     decode_bit,
@@ -44,27 +44,27 @@ DONE, BAD_POSITION, BAD_STEP, OVERRUN = 0, 1, 2, 3
 """Results of decoding."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def ordered(word, top):  # type: ignore[no-untyped-def]
     """The ordered integer (int64) of an element's bits."""
     return I64((top - ONE64) - (word & (top - ONE64))) if word & top else I64(word | top)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def unordered(value, top):  # type: ignore[no-untyped-def]
     """The element's bits of an ordered integer."""
     value = U64(value)
     return value & (top - ONE64) if value & top else ((top - ONE64) - value) | top
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def wrapped(step, top):  # type: ignore[no-untyped-def]
     """A step modulo the word size, in [-top, top)."""
     size = I64(top) << I64(1)
     return ((step + I64(top)) & (size - I64(1))) - I64(top)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-def]
     """Count the changed elements of every exponent into `changed`, int64 [256]; returns their total number."""
     count = 0
@@ -75,7 +75,7 @@ def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-de
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
     """Collect what is to be coded; returns the numbers of events and of heavy elements.
 
@@ -102,7 +102,7 @@ def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, h
     return events, heavy
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def encode_events(state, out, bits, first, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
     """Encode what `extract` collected into `out`; returns the number of bytes."""
     cap = U64(1) << U64(CAP_BITS)
@@ -128,7 +128,7 @@ def encode_events(state, out, bits, first, gaps, widths, exponents, steps, heavy
     return finish(state, out)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _encode_step(state, out, bits, place, step):  # type: ignore[no-untyped-def]
     sign_at = STEPS + place * STEP_BITS
     lengths_at = sign_at + 1
@@ -151,7 +151,7 @@ def _encode_step(state, out, bits, place, step):  # type: ignore[no-untyped-def]
             encode_uniform(state, out, bit, 1, 1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode_into(data, bits, first, old, new, shift, mask, top, table, events, state, heavy_at):  # type: ignore[no-untyped-def]
     """Decode a delta into `new`, a copy of `old`; returns DONE or an error.
 
@@ -218,7 +218,7 @@ def decode_into(data, bits, first, old, new, shift, mask, top, table, events, st
     return OVERRUN if overrun(state, data) else DONE
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _decode_step(state, data, bits, place):  # type: ignore[no-untyped-def]
     """Decode a step; 0 if its magnitude is longer than any word."""
     sign_at = STEPS + place * STEP_BITS

@@ -10,8 +10,9 @@ best. The scheme is the carry-propagating range coder of Martin (1979), as in LZ
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from rose.workers.weights.codec.compiled import compiled
 
 U64 = np.uint64
 State = NDArray[np.uint64]
@@ -52,7 +53,7 @@ def encoder() -> State:
     return np.array([0, (1 << WINDOW_BITS) - 1, 0, 0, 0], dtype=np.uint64)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _shift(state, out):  # type: ignore[no-untyped-def]
     """Output the top byte of the low end, with a carry through the pending bytes."""
     low = state[LOW]
@@ -76,7 +77,7 @@ def _shift(state, out):  # type: ignore[no-untyped-def]
     state[LOW] = (low & (RENORM - ONE)) << EIGHT
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def encode_bit(state, out, bits, at, bit):  # type: ignore[no-untyped-def]
     """Encode one bit with the adaptive bit `bits[at]` and update the latter."""
     entry = bits[at]
@@ -92,7 +93,7 @@ def encode_bit(state, out, bits, at, bit):  # type: ignore[no-untyped-def]
         state[RANGE] <<= EIGHT
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def encode_uniform(state, out, start, width, total_bits):  # type: ignore[no-untyped-def]
     """Encode the interval [start, start + width) of 2^total_bits."""
     unit = state[RANGE] >> U64(total_bits)
@@ -103,7 +104,7 @@ def encode_uniform(state, out, start, width, total_bits):  # type: ignore[no-unt
         state[RANGE] <<= EIGHT
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def finish(state, out):  # type: ignore[no-untyped-def]
     """Flush the coder; returns the number of bytes."""
     for _ in range(TAIL_BYTES):
@@ -116,7 +117,7 @@ def finish(state, out):  # type: ignore[no-untyped-def]
     return length
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def start(state, data):  # type: ignore[no-untyped-def]
     """Initialise the state for decoding."""
     state[RANGE] = FULL
@@ -126,7 +127,7 @@ def start(state, data):  # type: ignore[no-untyped-def]
         state[CODE] = (state[CODE] << EIGHT) | _next(state, data)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode_bit(state, data, bits, at):  # type: ignore[no-untyped-def]
     """Decode one bit with the adaptive bit `bits[at]` and update the latter."""
     entry = bits[at]
@@ -145,13 +146,13 @@ def decode_bit(state, data, bits, at):  # type: ignore[no-untyped-def]
     return bit
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode_uniform(state, data, total_bits):  # type: ignore[no-untyped-def]
     """A point of the coded interval, in [0, 2^total_bits). The caller then passes the interval to `narrow`."""
     return min(state[CODE] // (state[RANGE] >> U64(total_bits)), (ONE << U64(total_bits)) - ONE)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-def]
     """Continue decoding within the interval [start, start + width) of 2^total_bits.
 
@@ -165,7 +166,7 @@ def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-de
         state[CODE] = (state[CODE] << EIGHT) | _next(state, data)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def overrun(state, data):  # type: ignore[no-untyped-def]
     """Whether more symbols were decoded than encoded.
 
@@ -174,14 +175,14 @@ def overrun(state, data):  # type: ignore[no-untyped-def]
     return state[AT] > U64(len(data)) + U64(WINDOW_BITS // 8 + 1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _next(state, data):  # type: ignore[no-untyped-def]
     at = state[AT]
     state[AT] = at + ONE
     return U64(data[at]) if at < U64(len(data)) else ZERO
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _learnt(entry, bit):  # type: ignore[no-untyped-def]
     """An adaptive bit after one more symbol. The first updates are the largest."""
     probability, seen = entry & np.uint32(0xFFFF), entry >> np.uint32(16)
