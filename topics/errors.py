@@ -138,6 +138,10 @@ def is_transient(error: KafkaError) -> bool:
     return error.retriable() or error.code() in TRANSIENT_CODES
 
 
+TOO_LARGE_CODES = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
+"""Codes of a message that the topic or the client does not take."""
+
+
 class BusError(RoseError):
     """The broker refused an action of a client.
 
@@ -156,6 +160,11 @@ class BusError(RoseError):
             message = f"this client has no right to {needed}: {_advice('ROLE')}"
         elif error.code() == KafkaError.INVALID_TIMESTAMP:
             message += ": the clock of this host is off, and the topic takes it for the time: run `rose topics check`"
+        elif error.code() in TOO_LARGE_CODES:
+            message += (
+                ": the topic, or -X message.max.bytes, takes only smaller messages: leave message.max.bytes unset, and "
+                "run `rose topics check`"
+            )
         super().__init__(f"{action} failed: {message}")
         self.code = error.code()
         self.is_permanent = error.code() in PERMANENT_CODES

@@ -268,8 +268,8 @@ MAX_IN_FLIGHT = 5
 MAX_TRANSACTION_MILLISECONDS = 60_000
 """Longest transaction timeout: as long as a reader waits for the end of a transaction."""
 
-MIN_TRANSACTION_MILLISECONDS = 1_000
-"""Shortest transaction timeout that librdkafka takes."""
+MIN_TRANSACTION_MILLISECONDS = TRANSACTION_MILLISECONDS
+"""Shortest transaction timeout: a record in a transaction may take as long."""
 
 MIN_DELIVERY_MILLISECONDS = 1_000
 """Least delivery timeout: a running broker may take this long to store a record."""

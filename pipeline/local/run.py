@@ -28,9 +28,9 @@ from rose.pipeline.monitor.screen import Screen
 from rose.pipeline.process_setup import RUN_LOCK, run_folder_lock, stop_on_signals
 from rose.pipeline.report.summary import RunMetadata, Success, Summary, describe_machine
 from rose.pipeline.report.write import print_summary, write_report
+from rose.schemas.errors import RoseError
 from rose.schemas.prompts import Prompt
 from rose.topics.admin import create_topics, remaining_drift
-from rose.topics.errors import BusError
 from rose.topics.local_broker import free_ports
 from rose.workers.weights.trust import require_signing_key
 
@@ -138,7 +138,7 @@ def prepare_run(config: Config, broker: RunBroker) -> list[str]:
     write_configuration(config, broker)
     try:
         return remaining_drift(broker.settings, config.partitions, created)
-    except BusError as error:  # a run needs no right to read the topics' settings
+    except RoseError as error:  # a run needs neither the right nor the time to read the topics' settings
         return [f"the topics' settings are unknown: {error}"]
 
 

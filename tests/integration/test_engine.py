@@ -443,7 +443,7 @@ def test_cache_of_layers_with_windows_has_room_for_the_longest_turn(tmp_path: Pa
 
 def test_settings_refused_by_vllm_are_reported_in_one_sentence(tmp_path: Path) -> None:
     folder = save_policy(tmp_path / "good", new_policy(0, tied=True))
-    with pytest.raises(EngineStartError, match=r"max seq len"):
+    with pytest.raises(EngineStartError, match=r"max seq len.*; executor\.kv_cache_bytes is \d+: raise it, or lower"):
         Engine(folder_config(folder, kv_cache_bytes=4 * BLOCK * 4 * 2 * 2 * 32 * 4))
     with pytest.raises(EngineStartError, match="no_such_argument"):
         Engine(folder_config(folder, vllm_arguments={"no_such_argument": 1}))

@@ -268,6 +268,7 @@ class Own:
         ("return TokenLoss(", "return (", r"Own\.loss must return a TokenLoss, and returned a Tensor"),
         (".sum())", ")", "whose `summed` is a scalar tensor"),
         ("batch.logprobs", "batch.behaviour_logprobs", "computed from `batch.logprobs`"),
+        ("[batch.loss_mask].sum())", ".mean(-1).mean())", r"Own\.loss gives .* make `summed` a sum over tokens"),
         (".sum())", ".mean())", r"Own\.loss gives .* make `summed` a sum over tokens, no mean"),
         (".sum())", ".sum(), torch.zeros(3, dtype=torch.bool))", "whose `clipped` has the shape of"),
         (

@@ -159,7 +159,7 @@ def _tried_head(model: Any) -> Head | None:
     with torch.no_grad():
         try:
             hidden = _hidden_states(model, tokens)
-        except HeadNotCalled:
+        except (HeadNotCalled, IndexError):  # a model may pick columns of its logits
             return None
         # What the model makes of given logits shows what it computes behind the head, whatever its weights are.
         given = torch.linspace(-LARGEST, LARGEST, type(output).forward(output, hidden).numel(), device=device)

@@ -217,7 +217,10 @@ def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
         raise
     except Exception as error:  # vLLM raises any type of exception for an unsupported model or setting
         backend.release()
-        raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_error_text(error)}") from error
+        fix = ""
+        if any(text in str(error) for text in ("KV cache", "cache blocks")) and config.kv_cache_bytes is not None:
+            fix = f"; executor.kv_cache_bytes is {config.kv_cache_bytes}: raise it, or lower executor.max_model_len"
+        raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_error_text(error)}{fix}") from error
 
 
 def _refuse_bidirectional(config: VllmConfig) -> None:

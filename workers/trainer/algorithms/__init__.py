@@ -18,6 +18,7 @@ Example (a user's module, set as `trainer.algorithm = "my_module:PlainReinforce"
             return TokenLoss(-(batch.advantages * batch.logprobs)[batch.loss_mask].sum())
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -231,9 +232,10 @@ def _try(algorithm: Algorithm) -> None:
             f"{type(algorithm).__name__}.loss has no finite gradient for sampled tokens with advantages of "
             f"{' and '.join(map(str, advantages))}, so nothing would be learned: compute `summed` from `batch.logprobs`"
         )
-    whole = float(checked_loss(algorithm, batch).summed.detach())
-    rows = [float(checked_loss(algorithm, _row(batch, place)).summed.detach()) for place in range(2)]
-    if not math.isclose(whole, sum(rows), rel_tol=1e-3, abs_tol=1e-3):
+    unlike = dataclasses.replace(batch, advantages=torch.tensor([[1.0], [2.0]]))  # losses that do not cancel
+    whole = float(checked_loss(algorithm, unlike).summed.detach())
+    rows = [float(checked_loss(algorithm, _row(unlike, place)).summed.detach()) for place in range(2)]
+    if not math.isclose(whole, sum(rows), rel_tol=1e-3, abs_tol=1e-3 * max(map(abs, rows))):
         raise AlgorithmError(
             f"{type(algorithm).__name__}.loss gives {whole:g} for two trajectories, and {rows[0]:g} and {rows[1]:g} "
             "for each alone, so what is learned would depend on microbatches: make `summed` a sum over tokens, no mean"
