@@ -44,10 +44,11 @@ TRANSACTION_MILLISECONDS = 10_000
 """The broker aborts a transaction that is open for longer. Until then the open transaction of a dead producer delays
 readers of its partitions."""
 
-REBOOTSTRAP_MILLISECONDS = 10_000
-"""Time without metadata after which a client connects to the bootstrap servers again. A broker that shuts down may
-answer that its cluster has no brokers; librdkafka then forgets the broker, and connects to none before this time. Its
-default is 5 minutes."""
+REBOOTSTRAP_MILLISECONDS = 60_000
+"""Time without an answer to a metadata query after which a client connects to the bootstrap servers again: as long as
+the timeout of a request. A broker that shuts down may answer that its cluster has no brokers; librdkafka then forgets
+the broker, and connects to none before this time. Its default is 5 minutes. A shorter time would make clients leave a
+broker that is only slow."""
 
 FETCH_MILLISECONDS = 100
 """Longest fetch of an idle reader. A new record ends the fetch under way, but a partition that is assigned or resumed
