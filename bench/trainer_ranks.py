@@ -63,7 +63,7 @@ def make_folder(folder: Path, width: int) -> Path:
         **sizes, **ends, num_key_value_heads=4, head_dim=width // 4, vocab_size=VOCABULARY, max_position_embeddings=256
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    (folder / "turn_format.json").write_text("{}")
+    (folder / "turn_format.json").write_text("{}", encoding="utf-8")
     return folder
 
 
@@ -98,7 +98,9 @@ def live_bytes() -> int:
 
 def resident(field: str) -> int:
     """Return a field of this process's status in bytes: VmRSS, or VmHWM since `reset_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith(field)
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -106,7 +108,7 @@ def reset_peak() -> None:
     """Give freed memory back to the system, and have VmHWM begin again."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def run_rank(
