@@ -37,6 +37,7 @@ from rose.workers.trainer.follower import exchange_parts
 from rose.workers.trainer.ranks import Ranks
 from rose.workers.trainer.replica import Replica
 from rose.workers.weights.publish import WeightPublisher, merge_manifests
+from tests.support.trainer_fixtures import make_policy
 
 STATE, PUBLISHING, PUBLISHED = 0.6, 0.7, 1.02
 VOCABULARY, TOKENS, GROUPS, MEMBERS = 512, 64, 4, 4
@@ -45,26 +46,11 @@ JOIN_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one rank measured, in bytes."""
+    """The measurements of one rank, in bytes."""
 
     state: int
     publishing: int
     published: int
-
-
-def make_folder(folder: Path, width: int) -> Path:
-    """Save a random Qwen3 with layers of this width."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
-    ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
-    config = Qwen3Config(
-        **sizes, **ends, num_key_value_heads=4, head_dim=width // 4, vocab_size=VOCABULARY, max_position_embeddings=256
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    (folder / "turn_format.json").write_text("{}", encoding="utf-8")
-    return folder
 
 
 def groups() -> list[list[TrainingSample]]:
@@ -119,7 +105,7 @@ def run_rank(
     torch.set_num_threads(1)
     ranks = Ranks()
     if size > 1:
-        ranks.join(launched=True, patience=timedelta(seconds=JOIN_SECONDS))
+        ranks.join(launched=True, timeout=timedelta(seconds=JOIN_SECONDS))
     config = TrainerConfig(model_folder=folder, run_folder=folder.parent / f"run-{size}", microbatch_tokens=4 * TOKENS)
     replica = Replica(config, ranks)
     replica.fit(groups(), 0, compared=(), since=0)
@@ -143,7 +129,7 @@ def run_rank(
 
 
 def measure(settings: BusSettings, folder: Path, size: int) -> list[Measured]:
-    """Return what the ranks of a trainer of this size measured."""
+    """Return the measurements of the ranks of a trainer of this size."""
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_ports(1)[0]
     processes = [
@@ -165,7 +151,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch, scratch_broker() as broker:
         settings = broker.settings()
         create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=4))
-        folder = make_folder(Path(scratch) / "policy", arguments.width)
+        width = arguments.width
+        folder = make_policy(
+            Path(scratch) / "policy",
+            vocabulary=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=width // 4,
+        )
         for size in (1, 2, 4):
             found[size] = measure(settings, folder, size)
             say(f"{size} ranks: " + "; ".join(str(asdict(one)) for one in found[size]))

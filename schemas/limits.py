@@ -65,32 +65,27 @@ MAX_REWARD = 1e12
 
 Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 
-Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Seconds = Annotated[float, Meta(ge=-1e15, le=1e15)]
 """A span of time, in seconds. The bounds keep sums of spans finite, and NaN is refused."""
 
-Tokens = Annotated[
-    bytes, Meta(max_length=4 * MAX_CONTEXT_TOKENS, description="Token ids, packed as little-endian uint32.")
-]
 
-Logprobs = Annotated[
-    bytes,
-    Meta(
-        max_length=4 * MAX_CONTEXT_TOKENS,
-        description="Natural logarithms of probabilities, packed as little-endian IEEE 754 float32.",
-    ),
-]
+def _packed(tokens: int, what: str) -> Meta:
+    """Bounds and description of 4 bytes for each of at most `tokens` tokens."""
+    return Meta(max_length=4 * tokens, description=what)
 
-TurnTokens = Annotated[
-    bytes, Meta(max_length=4 * MAX_TURN_TOKENS, description="Token ids of one turn, packed as little-endian uint32.")
-]
 
-TurnLogprobs = Annotated[
-    bytes,
-    Meta(
-        max_length=4 * MAX_TURN_TOKENS,
-        description="Natural logarithms of probabilities of one turn, packed as little-endian IEEE 754 float32.",
-    ),
-]
+_IDS = "Token ids, packed as little-endian uint32."
+_LOGPROBS = "Natural logarithms of probabilities, packed as little-endian IEEE 754 float32."
+
+Tokens = Annotated[bytes, _packed(MAX_CONTEXT_TOKENS, _IDS)]
+"""The tokens of a context."""
+
+Logprobs = Annotated[bytes, _packed(MAX_CONTEXT_TOKENS, _LOGPROBS)]
+
+TurnTokens = Annotated[bytes, _packed(MAX_TURN_TOKENS, _IDS)]
+"""The sampled tokens of one turn."""
+
+TurnLogprobs = Annotated[bytes, _packed(MAX_TURN_TOKENS, _LOGPROBS)]
 
 Mask = Annotated[bytes, Meta(max_length=MAX_CONTEXT_TOKENS, description="One byte a token, 0 or 1.")]
 

@@ -91,12 +91,10 @@ PERMANENT_CODES = (
 )
 """Errors that do not end by themselves."""
 
-REJECTED_RECORD_CODES = (
-    KafkaError.MSG_SIZE_TOO_LARGE,
-    KafkaError.RECORD_LIST_TOO_LARGE,
-    KafkaError.INVALID_RECORD,
-    KafkaError.POLICY_VIOLATION,
-)
+TOO_LARGE_CODES = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
+"""Errors for a message that is larger than its topic or client accepts."""
+
+REJECTED_RECORD_CODES = (*TOO_LARGE_CODES, KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION)
 """Errors for a record that the broker would refuse again."""
 
 FENCED_CODES = (
@@ -136,10 +134,6 @@ TRANSIENT_CODES = (
 def is_transient(error: KafkaError) -> bool:
     """Whether the error ends by itself, so that the call can be repeated. librdkafka marks only some as retriable."""
     return error.retriable() or error.code() in TRANSIENT_CODES
-
-
-TOO_LARGE_CODES = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
-"""Codes of a message that the topic or the client does not take."""
 
 
 class BusError(RoseError):

@@ -150,7 +150,7 @@ class BusSettings:
                 "transaction.timeout.ms": TRANSACTION_MILLISECONDS,
                 "retry.backoff.ms": 1,
                 "retry.backoff.max.ms": 5,
-                "message.timeout.ms": TRANSACTION_MILLISECONDS,
+                "message.timeout.ms": self.properties.get("transaction.timeout.ms", TRANSACTION_MILLISECONDS),
             }
         )
 
@@ -269,8 +269,8 @@ MAX_IN_FLIGHT = 5
 MAX_TRANSACTION_MILLISECONDS = 60_000
 """Longest transaction timeout: as long as a reader waits for the end of a transaction."""
 
-MIN_TRANSACTION_MILLISECONDS = TRANSACTION_MILLISECONDS
-"""Shortest transaction timeout: a record in a transaction may take as long."""
+MIN_TRANSACTION_MILLISECONDS = 1_000
+"""Shortest transaction timeout that librdkafka takes."""
 
 MIN_DELIVERY_MILLISECONDS = 1_000
 """Least delivery timeout: a running broker may take this long to store a record."""

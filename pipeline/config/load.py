@@ -249,6 +249,7 @@ def _key_before(reason: str, text: str) -> str:
 
 
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+"""Environment variables by which a launcher tells a process its rank."""
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:

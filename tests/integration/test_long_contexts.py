@@ -22,7 +22,7 @@ from tests.support.brokers import AnyBroker, any_broker, flags
 from tests.support.roles import kill, role_process, rose
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
 from tests.support.scripted_executors import END, FIRST_CHARACTER, ScriptedExecutors
-from tests.support.trainer_fixtures import config_of, result_of, write_samples
+from tests.support.trainer_fixtures import config_of, make_policy, make_samples, result_of, write_samples
 
 pytestmark = pytest.mark.slow
 
@@ -147,23 +147,8 @@ def test_long_turn_that_is_preempted_twice_loses_no_token(broker: AnyBroker, nam
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_trainer_learns_from_a_sample_of_200000_tokens(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    folder = tmp_path / "policy"
-    config = Qwen3Config(
-        **sizes,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=40,
-        max_position_embeddings=MAX_CONTEXT_TOKENS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    (folder / "turn_format.json").write_text("{}")
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    folder = make_policy(tmp_path / "policy", **small, max_position_embeddings=MAX_CONTEXT_TOKENS)
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     write_samples(settings, [long_sample(tokens, index) for index, tokens in enumerate((2_000, 200_000))])
@@ -175,8 +160,6 @@ def test_trainer_learns_from_a_sample_of_200000_tokens(broker: AnyBroker, namesp
 
 
 def long_sample(tokens: int, index: int) -> Sample:
-    from tests.support.trainer_fixtures import make_samples
-
     (short,) = [one for one in make_samples(groups=[0]) if one.trajectory_id.endswith(f":{index}")]
     turn = msgspec.structs.replace(short.turns[0], start=tokens - 1_000, end=tokens)
     return msgspec.structs.replace(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,45 +63,45 @@ class Own(Grpo):
 """
 
 
+class Fault(NamedTuple):
+    """A fault of one rank."""
+
+    kind: str
+    """`kill` or `freeze` instead of saving the version, or `raise` amid a pass of the step after it."""
+    rank: int
+    version: int
+
+
 def train_on_ranks(
     settings: BusSettings,
     model_folder: Path,
     run_folder: Path,
     size: int,
     *,
-    kills: tuple[int, int] | None = None,
+    fault: Fault | None = None,
     weights: WeightsConfig | None = None,
     others: Mapping[str, Any] | None = None,
     **change: Any,
 ) -> list[int | None]:
-    """Train with this many ranks; returns their exit statuses. `kills`: a rank, and a version that it dies to save.
-
-    `others`: what the settings of the last rank have otherwise.
-    """
-    change = {"microbatch_tokens": 40, **change}  # so that every rank has sequences
+    """Train with this many ranks; returns their exit statuses. `others`: different settings of the last rank."""
+    change = {"model_folder": model_folder, "run_folder": run_folder, "microbatch_tokens": 40, **change}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, __name__])
     port = free_ports(1)[0]
     processes = [
-        context.Process(
-            target=_run_rank,
-            args=(
-                settings,
-                {"model_folder": model_folder, "run_folder": run_folder, **own},
-                rank,
-                size,
-                port,
-                kills,
-                weights,
-            ),
-        )
+        context.Process(target=_run_rank, args=(settings, own, rank, size, port, fault, weights))
         for rank, own in enumerate([change] * (size - 1) + [{**change, **(others or {})}])
     ]
     for process in processes:
         process.start()
+    frozen = processes[fault.rank] if fault is not None and fault.kind == "freeze" else None
     try:
         for process in processes:
-            process.join(JOIN_SECONDS)
+            if process is not frozen:
+                process.join(JOIN_SECONDS)
+        if frozen is not None:
+            frozen.kill()
+            frozen.join()
         return [process.exitcode for process in processes]
     finally:
         for process in processes:
@@ -114,7 +114,7 @@ def _run_rank(
     rank: int,
     size: int,
     port: int,
-    kills: tuple[int, int] | None,
+    fault: Fault | None,
     weights: WeightsConfig | None,
 ) -> None:
     os.environ |= {
@@ -124,20 +124,27 @@ def _run_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    if kills is not None and kills[0] == rank:
-        _die_instead_of_saving(kills[1])
+    if fault is not None and fault.rank == rank:
+        _arm(fault)
     run_trainer(settings, config_of(**change), Event(), weights=weights)
 
 
-def _die_instead_of_saving(version: int) -> None:
+def _arm(fault: Fault) -> None:
+    """Make this process have the fault."""
     save: Callable[..., None] = Replica.save
 
     def armed(self: Replica, checkpoints: Checkpoints, progress: Any) -> None:
-        if progress.version == version:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if progress.version == fault.version and fault.kind != "raise":
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         save(self, checkpoints, progress)
+        if progress.version == fault.version:
+            self.model.model.layers[1].register_forward_pre_hook(_raise)
 
     Replica.save = armed  # type: ignore[method-assign]
+
+
+def _raise(*_arguments: object) -> None:
+    raise ValueError("a kernel fails")
 
 
 @pytest.fixture
@@ -222,7 +229,7 @@ def test_killed_rank_ends_the_job_and_a_restart_resumes_exactly(
     rank: int,
 ) -> None:
     run_folder = tmp_path / "run"
-    ended = train_on_ranks(settings, policy_folder, run_folder, 2, kills=(rank, 2))
+    ended = train_on_ranks(settings, policy_folder, run_folder, 2, fault=Fault("kill", rank, 2))
     assert ended[rank] == -signal.SIGKILL and ended[1 - rank] not in (0, None)
     assert train_on_ranks(settings, policy_folder, run_folder, 2) == [0, 0]
     assert result_of(settings) == together[0]
@@ -236,8 +243,8 @@ def test_any_number_of_ranks_resumes_what_another_saved(
 ) -> None:
     """Three ranks have uneven shards."""
     run_folder = tmp_path / "run"
-    train_on_ranks(settings, policy_folder, run_folder, 2, kills=(1, 2))
-    train_on_ranks(settings, policy_folder, run_folder, 3, kills=(2, 4))
+    train_on_ranks(settings, policy_folder, run_folder, 2, fault=Fault("kill", 1, 2))
+    train_on_ranks(settings, policy_folder, run_folder, 3, fault=Fault("kill", 2, 4))
     run_trainer(settings, config_of(policy_folder, run_folder), Event())
     assert audit_log(settings).clean
     weights, expected = exported(run_folder), exported(alone[1])
@@ -314,3 +321,28 @@ def test_bfloat16_trains_with_float32_master_weights_on_one_rank(
     change = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
     assert 0 < change < 1e-2
     assert list((tmp_path / "store").iterdir())
+
+
+@pytest.mark.long
+def test_frozen_rank_ends_the_job_and_a_restart_resumes_exactly(
+    settings: BusSettings, policy_folder: Path, together: tuple[Result, Path, BusSettings], tmp_path: Path
+) -> None:
+    run_folder = tmp_path / "run"
+    ended = train_on_ranks(settings, policy_folder, run_folder, 2, fault=Fault("freeze", 1, 2), hung_seconds=30.0)
+    assert ended == [1, -signal.SIGKILL]
+    assert train_on_ranks(settings, policy_folder, run_folder, 2) == [0, 0]
+    assert result_of(settings) == together[0]
+    assert audit_log(settings).clean
+
+
+@pytest.mark.long
+def test_fault_amid_a_pass_of_sharded_weights_ends_the_job_and_a_restart_resumes_exactly(
+    settings: BusSettings, policy_folder: Path, broker: AnyBroker, tmp_path: Path
+) -> None:
+    """Such a fault leaves the weights of a layer whole, so nothing may be undone in this process."""
+    whole = log_with_samples(broker, f"whole-{settings.namespace}")
+    assert train_on_ranks(whole, policy_folder, tmp_path / "whole", 1, compute_dtype="bfloat16") == [0]
+    fault = Fault("raise", 0, 2)
+    assert train_on_ranks(settings, policy_folder, tmp_path / "run", 1, compute_dtype="bfloat16", fault=fault) == [1]
+    assert train_on_ranks(settings, policy_folder, tmp_path / "run", 1, compute_dtype="bfloat16") == [0]
+    assert result_of(settings) == result_of(whole)

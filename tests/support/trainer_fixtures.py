@@ -48,25 +48,23 @@ PRELOADED = [
 POINTS = ("before_checkpoint", "after_checkpoint", "in_transaction", "after_transaction")
 
 
-def make_policy(folder: Path, *, vocabulary: int = VOCABULARY, seed: int = 11) -> Path:
-    """Save a random Qwen3 of some thousand parameters as a model folder."""
+def make_policy(folder: Path, *, vocabulary: int = VOCABULARY, seed: int = 11, **sizes: int) -> Path:
+    """Save a random Qwen3 of some thousand parameters as a model folder. `sizes`: other sizes, by the names of its
+    configuration."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    fields = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    config = Qwen3Config(vocab_size=vocabulary, tie_word_embeddings=True, **ends, **(fields | sizes))
     Qwen3ForCausalLM(config).save_pretrained(folder)
     (folder / "turn_format.json").write_text("{}")
     return folder

@@ -23,11 +23,11 @@ import structlog
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rose.schemas.errors import RoseError, UsageError
 from rose.workers.trainer.config import PROGRESS_FILES
 from rose.workers.trainer.ranks import ALONE, Ranks
+from rose.workers.weights.tensors import owned_part
 
 KEPT = 2
 """Number of checkpoints that are kept: if the newest is unreadable, the one before it is used."""
@@ -291,7 +291,9 @@ class SavedTensors:
 
     def copy_to(self, tensor: Tensor, name: str) -> Tensor:
         """Fill the tensor, of the same shape, or the rows of it that this rank holds. Returns the tensor."""
-        first, local = _own_rows(tensor)
+        if (own := owned_part(tensor)) is None:
+            return tensor
+        first, local = own[0].row_start, own[1]
         for start, part in self._parts[name]:
             if not local.dim():
                 local.copy_(part[...])
@@ -303,23 +305,14 @@ class SavedTensors:
         return tensor
 
 
-def _own_rows(tensor: Tensor) -> tuple[int, Tensor]:
-    """The first row and the rows of a tensor that this rank holds: all rows of a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return 0, tensor
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0] if offset else 0, tensor.to_local()
-
-
 def _parts(model: Any, optimizer: torch.optim.Optimizer, *, leads: bool) -> dict[str, _Part]:
     """Return the tensors that this rank saves, by name. Rank 0 saves what all ranks have alike."""
     tensors = {MODEL + name: parameter.detach() for name, parameter in model.named_parameters()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"{OPTIMIZER}{index}.{key}": value for key, value in state.items()}
-    parts = {name: _Part(*_own_rows(tensor)) for name, tensor in tensors.items()}
-    if leads:
-        return {**parts, RANDOM: _Part(0, torch.get_rng_state())}
-    return {name: part for name, part in parts.items() if isinstance(tensors[name], DTensor) and len(part.rows)}
+    owned = {name: owned_part(tensor) for name, tensor in tensors.items() if leads or isinstance(tensor, DTensor)}
+    parts = {name: _Part(own[0].row_start, own[1]) for name, own in owned.items() if own is not None}
+    return {**parts, RANDOM: _Part(0, torch.get_rng_state())} if leads else parts
 
 
 def _stem(version: int) -> str:

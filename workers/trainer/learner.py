@@ -34,7 +34,7 @@ from rose.workers.trainer.follower import (
 from rose.workers.trainer.ranks import ALONE, Ranks
 from rose.workers.trainer.replica import Replica
 from rose.workers.trainer.selection import SelectedGroup, mark_failed, mark_skipped
-from rose.workers.trainer.step import StepMetrics, samples_to_compare
+from rose.workers.trainer.step import StepMetrics, places_to_compare
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.publish import WeightPublisher, merge_manifests
 from rose.workers.weights.tensors import Snapshot
@@ -116,19 +116,19 @@ class Learner:
         self._fitted = [group.group_id for group in trained]
         first = version if since is None else since
         records = [one for group in groups for one in group.computable]
-        samples = {one.trajectory_id: TrainingSample.of(one) for one in records}
-        compared = samples_to_compare(samples.values(), first)
-        chosen = set(map(id, compared))
+        samples = list(map(TrainingSample.of, records))
+        compared = places_to_compare(samples, first)
         self._command(
             lambda: Fit(
                 groups=[[encode(one) for one in group.trained] for group in trained],
-                compared=[encode(one) for one in records if id(samples[one.trajectory_id]) in chosen],
+                compared=[encode(records[place]) for place in compared],
                 version=version,
                 since=first,
             )
         )
-        rows = [[samples[one.trajectory_id] for one in group.trained] for group in trained]
-        fitted = self._replica.fit(rows, version, compared=compared, since=first)
+        by_name = {record.trajectory_id: sample for record, sample in zip(records, samples, strict=True)}
+        rows = [[by_name[one.trajectory_id] for one in group.trained] for group in trained]
+        fitted = self._replica.fit(rows, version, compared=[samples[place] for place in compared], since=first)
         faults = {trained[place].group_id: error for place, error in fitted.failed.items()}
         for name, error in faults.items():
             log.error("group_failed", group=name, reason=repr(error))

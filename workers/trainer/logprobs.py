@@ -11,6 +11,8 @@ Keeps true
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,10 +29,17 @@ PROBED = 8
 LARGEST = 100.0
 """Largest logit by which the transform behind the head is found out: a soft cap shows."""
 
-Head = Callable[[Tensor], Tensor]
-"""Maps hidden states of shape (..., hidden) to logits of shape (..., vocabulary)."""
 
-_heads: "WeakKeyDictionary[Any, Head | None]" = WeakKeyDictionary()
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The part of a model behind its hidden states."""
+
+    logits: Callable[[Tensor], Tensor]
+    """Maps hidden states of shape (..., hidden) to logits of shape (..., vocabulary)."""
+    vocabulary: int
+
+
+_heads: WeakKeyDictionary[Any, Head | None] = WeakKeyDictionary()
 """The head of each model that was asked for; None if the head cannot be applied apart."""
 
 
@@ -78,11 +87,9 @@ def _in_parts(head: Head, hidden: Tensor, targets: Tensor, divisors: Tensor | No
     """Logprobs of `targets`, shape (tokens,), from hidden states of shape (tokens, hidden)."""
 
     def logprobs(hidden: Tensor, targets: Tensor, divisors: Tensor | None) -> Tensor:
-        return _picked(head(hidden), targets, divisors)
+        return _picked(head.logits(hidden), targets, divisors)
 
-    with torch.no_grad():
-        vocabulary = head(hidden[:1]).shape[-1] if len(hidden) else 1
-    count = max(1, MOST_LOGITS // vocabulary)
+    count = max(1, MOST_LOGITS // head.vocabulary)
     if len(hidden) <= count:
         return logprobs(hidden, targets, divisors)
     parts = [
@@ -161,25 +168,22 @@ def _tried_head(model: Any) -> Head | None:
             hidden = _hidden_states(model, tokens)
         except (HeadNotCalled, IndexError):  # a model may pick columns of its logits
             return None
-        # What the model makes of given logits shows what it computes behind the head, whatever its weights are.
-        given = torch.linspace(-LARGEST, LARGEST, type(output).forward(output, hidden).numel(), device=device)
-        given = given.reshape(*hidden.shape[:2], -1).to(hidden.dtype)
+        vocabulary = output(hidden).shape[-1]
+        # The logits that the model makes of given ones show what it computes behind the head, whatever its weights are.
+        given = torch.linspace(-LARGEST, LARGEST, hidden.shape[1] * vocabulary, device=device)
+        given = given.reshape(1, -1, vocabulary).to(hidden.dtype)
         with _replaced(output, lambda _hidden: given):
             made = model(input_ids=tokens, use_cache=False).logits
         for transform in _transforms(model.config):
             found = transform(given)
             if found.shape == made.shape and torch.allclose(found.float(), made.float(), rtol=1e-5, atol=1e-6):
-                return _joined(output, transform)
+                return Head(partial(_head_logits, output, transform), vocabulary)
     return None
 
 
-def _joined(output: Any, transform: Callable[[Tensor], Tensor]) -> Head:
-    kind, parameters = type(output), output
-
-    def head(hidden: Tensor) -> Tensor:
-        return transform(kind.forward(parameters, hidden))
-
-    return head
+def _head_logits(output: Any, transform: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    logits: Tensor = output(hidden)
+    return transform(logits)
 
 
 def _transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:

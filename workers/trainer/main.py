@@ -66,7 +66,7 @@ def run_trainer(
     torch.use_deterministic_algorithms(True, warn_only=True)
     ranks, weights = Ranks(config.device), weights or WeightsConfig()
     if is_launched() or config.compute_dtype != "float32":
-        ranks.join(launched=is_launched(), patience=timedelta(seconds=config.hung_seconds))
+        ranks.join(launched=is_launched(), timeout=timedelta(seconds=config.hung_seconds))
     if not ranks.leads:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step, then ends this rank

@@ -6,7 +6,7 @@ Keeps true
 - A fault that a step can bear is agreed before it is raised, so all ranks raise it at the same place.
 - Messages between ranks are bytes of typed MessagePack.
 - A rank waits for a command of rank 0 for as long as rank 0 waits for samples. Every other wait for a rank ends with an
-  error after `patience`: a rank that is frozen, or whose host is gone, ends the job.
+  error after `timeout`: a rank that is frozen, or whose host is gone, ends the job.
 - One rank without a launcher uses no process group.
 
 The launcher is torchrun, or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
@@ -28,8 +28,8 @@ from rose.schemas.errors import RoseError, UsageError
 
 log = structlog.get_logger("trainer")
 
-COMMAND_PATIENCE = timedelta(days=365)
-"""Longest time that a rank waits for the next command of rank 0."""
+COMMAND_TIMEOUT = timedelta(days=365)
+"""Longest time that another rank waits for the next command of rank 0."""
 
 
 class RankLost(RoseError):
@@ -59,7 +59,7 @@ class Ranks:
         self._commands: Any = None
         """Process group in which the main threads wait for commands."""
 
-    def join(self, *, launched: bool, patience: timedelta) -> None:
+    def join(self, *, launched: bool, timeout: timedelta) -> None:
         """Join the ranks that a launcher has started, or make a group of this process alone. Raises UsageError."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -68,17 +68,17 @@ class Ranks:
             log.info("ranks_awaited", rank=os.environ.get("RANK"), ranks=os.environ.get("WORLD_SIZE"))
         try:
             if launched:
-                dist.init_process_group(backend, timeout=patience)
+                dist.init_process_group(backend, timeout=timeout)
             else:
-                dist.init_process_group(backend, timeout=patience, store=HashStore(), rank=0, world_size=1)
+                dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
         except (ValueError, RuntimeError) as error:
             raise UsageError(
                 f"the ranks of the trainer do not find each other ({error}): start them with torchrun"
             ) from error
         self.rank, self.size, self.grouped = dist.get_rank(), dist.get_world_size(), True
-        self._commands = dist.new_group(backend="gloo", timeout=COMMAND_PATIENCE)
-        self._step = dist.new_group(backend="gloo", timeout=patience)
-        self.publishing = dist.new_group(backend="gloo", timeout=patience)
+        self._commands = dist.new_group(backend="gloo", timeout=timeout if self.leads else COMMAND_TIMEOUT)
+        self._step = dist.new_group(backend="gloo", timeout=timeout)
+        self.publishing = dist.new_group(backend="gloo", timeout=timeout)
 
     def leave(self) -> None:
         """Leave the process group."""

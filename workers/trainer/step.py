@@ -17,7 +17,7 @@ Keeps true
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
@@ -226,7 +226,7 @@ def check_engines(
 
     Raises EngineMismatch if the mean absolute difference of a worker, or of all, is more than `max_logprob_difference`.
     """
-    chosen = samples_to_compare(samples, version if since is None else since)
+    chosen = [samples[place] for place in places_to_compare(samples, version if since is None else since)]
     found = {name: values for name, values in _differences(model, chosen, config, ranks).items() if values}
     everything = [value for values in found.values() for value in values]
     judged = {name: fmean(values) for name, values in found.items() if len(values) >= LEAST_OF_WORKER}
@@ -251,18 +251,20 @@ def check_engines(
     )
 
 
-def samples_to_compare(samples: Iterable[TrainingSample], since: int) -> list[TrainingSample]:
-    """Return the samples by which engines are checked, of those whose tokens no version before `since` has sampled.
+def places_to_compare(samples: Sequence[TrainingSample], since: int) -> list[int]:
+    """Return the places of the samples by which engines are checked.
 
-    They have about MOST_OF_WORKER tokens of each worker, from its longest samples: a difference far into a context does
-    not show in short samples. A second choice among the chosen samples is the same.
+    No version before `since` has sampled a token of them. They have about MOST_OF_WORKER tokens of each worker, from
+    its longest samples: a difference far into a context does not show in short samples. A second choice among the
+    chosen samples is the same.
     """
-    chosen: list[TrainingSample] = []
+    chosen: list[int] = []
     enough: Counter[str] = Counter()
-    for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
+    for place in sorted(range(len(samples)), key=lambda place: -len(samples[place].tokens)):
+        sample = samples[place]
         own = Counter(sample.sampled_by) if sample.oldest_version >= since else Counter[str]()
         if any(enough[name] < MOST_OF_WORKER for name in own):
-            chosen.append(sample)
+            chosen.append(place)
             enough += own
     return chosen
 
@@ -316,19 +318,19 @@ def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: T
         part = [rows[index] for index in indices]
         mask = pad_rows([row.sample.loss_mask for row in part] or [[0, 0]], dtype=torch.bool)
         logprobs = _pass_logprobs(model, [row.sample for row in part], mask, ranks.device)
-        slopes = torch.zeros_like(logprobs)
+        gradient = torch.zeros_like(logprobs)
         if part and fault is None:
             batch = _batch(part, logprobs.detach().requires_grad_(), mask.to(ranks.device))
             try:
                 loss = checked_loss(algorithm, batch)
-                slopes = _slopes(loss, batch, max(tokens, 1))
+                gradient = _loss_gradient(loss, batch, max(tokens, 1))
                 _observe(sums, batch, loss)
             except Exception as error:  # of a user's algorithm
                 if not ranks.grouped:
                     raise
                 fault = error
         # FSDP2 divides the sum of the ranks' gradients by their number.
-        logprobs.backward(slopes * ranks.size)  # type: ignore[no-untyped-call]
+        logprobs.backward(gradient * ranks.size)  # type: ignore[no-untyped-call]
         HEALTH.report_progress()
     ranks.raise_agreed(fault)
     sums.tokens = tokens
@@ -338,10 +340,10 @@ def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: T
     return sums
 
 
-def _slopes(loss: TokenLoss, batch: TokenBatch, tokens: int) -> Tensor:
+def _loss_gradient(loss: TokenLoss, batch: TokenBatch, tokens: int) -> Tensor:
     """Return the gradient of the mean loss over `tokens` tokens with respect to the batch's logprobs."""
-    (slopes,) = torch.autograd.grad(loss.summed / tokens, batch.logprobs, allow_unused=True)
-    return torch.zeros_like(batch.logprobs) if slopes is None else slopes
+    (gradient,) = torch.autograd.grad(loss.summed / tokens, batch.logprobs, allow_unused=True)
+    return torch.zeros_like(batch.logprobs) if gradient is None else gradient
 
 
 def _batch(part: Sequence[_Row], logprobs: Tensor, mask: Tensor) -> TokenBatch:
