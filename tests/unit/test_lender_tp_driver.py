@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from rose.workers.executor.ipc.engine_client import StagedTensors, write_tensors
+from rose.workers.executor.vllm.ranks import RankFailed, RankWeights
 from rose.workers.executor.vllm.types import EngineBroken, SwapRefused
 from rose.workers.lender.status_page import current_process_id
 from rose.workers.lender.vllm.host_process import TimeSlicedCall, yield_slice
-from rose.workers.lender.vllm.tp_driver import TpDriver, TpRankFailed, TpWeights
+from rose.workers.lender.vllm.tp_driver import TpDriver
 from rose.workers.lender.vllm.tp_worker import call_worker
 
 SIZE = 3
@@ -56,7 +57,7 @@ def test_failure_on_one_rank_is_raised_with_the_rank_number() -> None:
         return name
 
     workers = Workers(fails_on_one)
-    with pytest.raises(TpRankFailed, match=r"^rank 1: no room$"):
+    with pytest.raises(RankFailed, match=r"^rank 1: no room$"):
         ranks_of(workers).call("load")
     workers.answer = lambda rank, name, _: (rank, name)
     assert ranks_of(workers).call("load") == [(0, "load"), (1, "load"), (2, "load")]
@@ -93,7 +94,7 @@ def test_failure_for_another_thread_is_raised_in_that_thread() -> None:
     building = TimeSlicedCall(lambda: ranks.call("load"), "building")
     while not building.resume(10.0):
         ranks.resume_pending(0.001)
-    with pytest.raises(TpRankFailed, match=r"^rank 1: MemoryError: no room$"):
+    with pytest.raises(RankFailed, match=r"^rank 1: MemoryError: no room$"):
         building.result()
     assert max(left.values()) == 0, "it is over when the last rank is done, whatever became of the first"
 
@@ -110,7 +111,7 @@ def test_function_that_yields_three_times_is_resumed_four_times() -> None:
     assert times == 4 and resting.result() == 3
 
 
-def checked(weights: TpWeights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def checked(weights: RankWeights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     pieces = weights.check(tensors)
     while True:
         try:
@@ -142,7 +143,7 @@ def test_version_is_staged_on_all_ranks_before_activation_on_any(staged_tensors:
         return None
 
     workers = Workers(prepares)
-    weights = TpWeights(ranks_of(workers), SHAPES, torch.float32)
+    weights = RankWeights(ranks_of(workers), SHAPES, torch.float32)
     version = checked(weights, staged_tensors)
     pieces = sum(1 for _ in weights.stage(version))
     assert pieces == SIZE and all(value <= 0 for value in left.values())
@@ -162,10 +163,10 @@ def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_en
 
         return answer
 
-    weights = TpWeights(ranks_of(Workers(fails_at("continue_staging"))), SHAPES, torch.float32)
+    weights = RankWeights(ranks_of(Workers(fails_at("continue_staging"))), SHAPES, torch.float32)
     with pytest.raises(SwapRefused, match="rank 2: no"):
         list(weights.stage(checked(weights, staged_tensors)))
-    weights = TpWeights(ranks_of(Workers(fails_at("activate"))), SHAPES, torch.float32)
+    weights = RankWeights(ranks_of(Workers(fails_at("activate"))), SHAPES, torch.float32)
     version = checked(weights, staged_tensors)
     list(weights.stage(version))
     with pytest.raises(EngineBroken, match="rank 2: no"):

@@ -39,6 +39,7 @@ VLLM_ARGUMENTS = frozenset(
         "optimization_level",
         "performance_mode",
         "safetensors_load_strategy",
+        "tensor_parallel_size",
         "use_fp64_gumbel",
     }
 )
@@ -48,6 +49,8 @@ memory and in which precision. Other arguments change which tokens are sampled, 
 
 WIDE_TYPES = ("float32", "float16", "half", "bfloat16")
 """Element types of a KV cache that are not of 8 bits."""
+
+MAX_RANKS = 64
 
 OTHER_ATTENTION = frozenset({"use_non_causal", "indexer_sparse_logits"})
 """Fields of vLLM's attention configuration with which a model computes other logprobs than in training."""
@@ -92,10 +95,10 @@ class ExecutorConfig:
     """Element type in which the engine computes: `float32`, `bfloat16` or `float16`."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of the engine by vLLM's names, as `enforce_eager`, `compilation_config`, `attention_backend`,
-    `kv_cache_dtype` or `gpu_memory_utilization`. An engine on a CPU is always eager, one on a GPU only if
-    `enforce_eager` is true. With `gpu_memory_utilization` vLLM chooses the size of the KV cache. A `kv_cache_dtype` of
-    8 bits changes logprobs: `trainer.max_logprob_difference` must allow the difference. Lenders do not use this
-    table."""
+    `kv_cache_dtype`, `gpu_memory_utilization` or `tensor_parallel_size` (ranks on one machine). An engine on a CPU is
+    always eager, one on a GPU only if `enforce_eager` is true. With `gpu_memory_utilization` vLLM chooses the size of
+    the KV cache. A `kv_cache_dtype` of 8 bits changes logprobs: `trainer.max_logprob_difference` must allow the
+    difference. Lenders do not use this table."""
     drain_before_swap: bool = False
     """Whether running turns end under the version under which they began; new turns then wait until the engine is
     empty. Otherwise running turns continue under the new version, and their spans say from which token on."""
@@ -125,6 +128,9 @@ class ExecutorConfig:
                 f"vllm.kv_cache_dtype is {cache} and dtype {self.dtype}: take auto, {self.dtype} or a type of 8 bits, "
                 "because vLLM may read other wide types as if they were the engine's"
             )
+        ranks = self.vllm.get("tensor_parallel_size", 1)
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
+            raise ValueError(f"vllm.tensor_parallel_size must be a whole number from 1 to {MAX_RANKS}")
         attention = self.vllm.get("attention_config")
         if isinstance(attention, dict) and (other := sorted(attention.keys() & OTHER_ATTENTION)):
             raise ValueError(f"vllm.attention_config cannot set {other[0]}: tokens would have other logprobs")

@@ -80,9 +80,12 @@ def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
     from rose.workers.executor.engine_loop import EngineLoop
     from rose.workers.executor.step_cost import INITIAL_COST, StepCost
     from rose.workers.executor.vllm.engine import Engine
+    from rose.workers.executor.vllm.engine_core import InProcessBackend
+    from rose.workers.executor.vllm.ranks import RanksBackend
     from rose.workers.executor.vllm.types import EngineConfig, EngineStartError
 
     named = rose.workers.executor.vllm.process_env.other_variables()  # vLLM sets more as it starts
+    ranks = config.vllm.get("tensor_parallel_size", 1)
     engine = Engine(
         EngineConfig(
             model_folder=config.model_folder,
@@ -92,7 +95,8 @@ def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
             kv_cache_bytes=None if "gpu_memory_utilization" in config.vllm else config.kv_cache_bytes,
             step_tokens=config.step_tokens,
             vllm_arguments=config.vllm,
-        )
+        ),
+        RanksBackend(ranks) if ranks > 1 else InProcessBackend(),
     )
     engine.allocate_spare()
     try:

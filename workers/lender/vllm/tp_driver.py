@@ -4,12 +4,10 @@ Keeps true
 - Only the loop's thread calls serving's workers, and only between two serving steps. The loop makes the calls of the
   build thread too, in bounded pieces.
 - All ranks answer a call before the loop continues. A call that fails on one rank has failed.
-- A version is activated in two phases: no rank serves it before all ranks have staged it.
 """
 
-import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from logging import Logger
@@ -17,27 +15,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from rose.schemas.errors import RoseError
-from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.vllm.engine_core import BackendWeights
-from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
-from rose.workers.executor.vllm.weights import check_version
+from rose.workers.executor.vllm.ranks import RankFailed, RankWeights, require_success
+from rose.workers.executor.vllm.types import EngineStartError
 from rose.workers.lender.status_page import ProcessId
 from rose.workers.lender.vllm.host_process import yield_slice
 from rose.workers.lender.vllm.shared_cache import CacheLayout, SharedCacheExecutor
 from rose.workers.lender.vllm.tp_worker import call_worker
-
-
-class TpRankFailed(RoseError):
-    """A call failed on at least one rank."""
 
 
 @dataclass(slots=True)
@@ -71,7 +61,7 @@ class TpDriver:
         return self._call_all("process_id", watched)
 
     def call(self, name: str, *arguments: Any) -> Sequence[Any]:
-        """Call a method of `tp_worker.GuestWorker` on each rank; return the results by rank. Raises TpRankFailed."""
+        """Call a method of `tp_worker.GuestWorker` on each rank; return the results by rank. Raises RankFailed."""
         if threading.get_ident() == self._loop:
             return self._call_all(name, *arguments)
         pending = self._pending = _PendingCall(name, arguments)
@@ -82,9 +72,7 @@ class TpDriver:
         return pending.returned
 
     def _call_all(self, name: str, *arguments: Any) -> Sequence[Any]:
-        answers = self._executor.collective_rpc(call_worker, args=(name, *arguments))
-        _check(["" if well else value for well, value in answers])
-        return [value for _, value in answers]
+        return require_success(self._executor.collective_rpc(call_worker, args=(name, *arguments)))
 
     @property
     def has_pending_call(self) -> bool:
@@ -103,7 +91,7 @@ class TpDriver:
             pending.done = all(done for done, _, _ in answers)
             pending.returned = [value for _, _, value in answers]
             if pending.done:
-                _check([error_text for _, error_text, _ in answers])
+                require_success([(not error_text, error_text) for _, error_text, _ in answers])
         except Exception as error:  # noqa: BLE001  raised on the build thread
             pending.error, pending.done = error, True
         if pending.done:
@@ -116,15 +104,6 @@ class TpDriver:
         timings = self._slices, self._longest_seconds
         self._slices, self._longest_seconds = 0, 0.0
         return timings
-
-
-def _check(wrong: Sequence[str]) -> None:
-    """Raise TpRankFailed if a rank has an error. `wrong`: error texts by rank, empty for success."""
-    failed = {rank: what for rank, what in enumerate(wrong) if what}
-    if len(failed) > 1:  # a log line is cut after a first long sentence: every rank must come before that
-        failed = {rank: what.partition(". ")[0] for rank, what in failed.items()}
-    if failed:
-        raise TpRankFailed("; ".join(f"rank {rank}: {what}" for rank, what in failed.items()))
 
 
 class TpExecutor(SharedCacheExecutor):
@@ -180,47 +159,6 @@ def _completed_future(value: Any) -> "Future[Any]":
     return future
 
 
-class TpWeights:
-    """The weights of all ranks. See `engine_core.BackendWeights`."""
-
-    def __init__(self, driver: TpDriver, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._driver = driver
-        self._shapes = shapes
-        self._dtype = dtype
-        self._source: StagedTensors | None = None
-
-    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
-        """Check a version in pieces; the generator returns its tensors. Raises SwapRefused."""
-        if not isinstance(tensors, StagedTensors):
-            raise SwapRefused("ranks take versions out of shared memory alone")
-        self._source = tensors
-        return check_version(tensors, self._shapes, self._dtype)
-
-    def allocate_spare(self) -> None:
-        """Have every rank allocate the memory in which a version is staged."""
-        self._driver.call("allocate_spare")
-
-    def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
-        """Stage the version. A piece is one piece on each rank."""
-        source = self._source
-        assert source is not None
-        try:
-            buffer = f"/proc/{os.getpid()}/fd/{source.descriptor}"
-            self._driver.call("stage", buffer, list(source.layout), sorted(version))
-            yield
-            while not all(self._driver.call("continue_staging")):
-                yield
-        except TpRankFailed as failed:
-            raise SwapRefused(str(failed)) from failed
-
-    def activate(self, version: dict[str, Tensor]) -> None:
-        """Have every rank serve the staged version. Raises EngineBroken."""
-        try:
-            self._driver.call("activate")
-        except TpRankFailed as failed:  # some ranks may serve the version, and others not
-            raise EngineBroken(str(failed)) from failed
-
-
 class TpBackend:
     """The workers of a tensor-parallel server. See `engine_core.ModelBackend`."""
 
@@ -245,10 +183,10 @@ class TpBackend:
         """Prepare the loaded model on every rank. Raises EngineStartError."""
         try:
             held = self._driver.call("patch_model", folder, shapes)
-        except TpRankFailed as failed:
+        except RankFailed as failed:
             raise EngineStartError(str(failed)) from failed
         self._log.info("rose: guest_parameters_loaded rank_parameters=%s", ",".join(map(str, held)))
-        return TpWeights(self._driver, shapes, core.vllm_config.model_config.dtype)
+        return RankWeights(self._driver, shapes, core.vllm_config.model_config.dtype)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
         """Do nothing: the model computes in other processes."""

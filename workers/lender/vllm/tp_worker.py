@@ -11,8 +11,7 @@ Keeps true
 import ctypes
 import faulthandler
 import gc
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing import Lock
 from pathlib import Path
@@ -28,11 +27,11 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from rose.schemas.errors import describe_error
-from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.ipc.messages import TensorLayout
 from rose.workers.executor.vllm.engine_core import hide_llvmlite
-from rose.workers.executor.vllm.model_runner import patch_runner, release_runner
-from rose.workers.executor.vllm.weights import PolicyWeights, keep_unpacked_weights
+from rose.workers.executor.vllm.model_runner import release_runner
+from rose.workers.executor.vllm.ranks import RankPolicy, answer_to
+from rose.workers.executor.vllm.weights import keep_unpacked_weights
 from rose.workers.lender.status_page import STACK_SIGNAL, ProcessId, current_process_id
 from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
 from rose.workers.lender.vllm.shared_cache import CacheView
@@ -54,11 +53,7 @@ def call_worker(host: WorkerWrapperBase, name: str, *arguments: Any) -> tuple[bo
 
     Serving's executor runs this function in each worker.
     """
-    try:
-        rank = _workers.setdefault(id(host), GuestWorker(host))
-        return True, getattr(rank, name)(*arguments)
-    except Exception as error:  # noqa: BLE001  serving continues whatever error the guest has
-        return False, describe_error(error)
+    return answer_to(getattr(_workers.setdefault(id(host), GuestWorker(host)), name), *arguments)
 
 
 def _outcome_of(work: TimeSlicedCall[Any]) -> tuple[bool, str, Any]:
@@ -82,11 +77,7 @@ class GuestWorker:
         self._guest: WorkerWrapperBase | None = None
         self._group: parallel_state.GroupCoordinator | None = None
         self._view: CacheView | None = None
-        self._weights: PolicyWeights | None = None
-        self._version: dict[str, torch.Tensor] = {}
-        """The version that is being staged or is staged: views of the weight buffer."""
-        self._pieces: Iterator[None] = iter(())
-        """The pieces of staging `_version`."""
+        self._policy: RankPolicy | None = None
 
     def process_id(self, watched: bool) -> ProcessId:
         """Return the identity of this process. `watched`: whether a watchdog may ask for the stacks of its threads.
@@ -170,14 +161,12 @@ class GuestWorker:
         """Adapt the model after the build of the core. Return the number of parameters on this rank."""
         assert self._guest is not None and self._view is not None
         self._view.check()
-        patch_runner(self._guest.worker.model_runner)
-        self._weights = PolicyWeights(self._guest.worker, folder, shapes)
+        self._policy = RankPolicy(self._guest.worker, folder, shapes)
         return sum(parameter.numel() for parameter in self._guest.worker.get_model().parameters())
 
     def allocate_spare(self) -> None:
-        """Allocate the memory in which a version is staged."""
-        assert self._weights is not None
-        self._weights.allocate_spare()
+        """Allocate the memory in which a version is staged. Raises EngineStartError."""
+        self._loaded_policy.allocate_spare()
 
     def step(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
         """Compute and sample one step. Return the output on the first rank, None on the others."""
@@ -197,34 +186,30 @@ class GuestWorker:
 
     def stage(self, file: str, layout: Sequence[TensorLayout], names: Sequence[str]) -> None:
         """Start to stage a version from the weight buffer at path `file`."""
-        assert self._weights is not None
-        descriptor = os.open(file, os.O_RDWR)
-        try:
-            staged = dict(StagedTensors(descriptor, layout))
-        finally:
-            os.close(descriptor)
-        self._version = {name: staged[name] for name in names}
-        self._pieces = self._weights.stage(self._version)
+        self._loaded_policy.stage(file, layout, names)
 
     def continue_staging(self) -> bool:
         """Do one piece of staging. Return whether the version is staged. Raises SwapRefused."""
         assert self._globals is not None
         with self._globals.as_guest():
-            return next(self._pieces, self) is self
+            return self._loaded_policy.continue_staging()
 
     def activate(self) -> None:
         """Serve the staged version from the next step on."""
-        assert self._weights is not None
-        version, self._version = self._version, {}
-        self._weights.activate(version)
+        self._loaded_policy.activate()
+
+    @property
+    def _loaded_policy(self) -> RankPolicy:
+        assert self._policy is not None
+        return self._policy
 
     def release(self) -> None:
         """Free model, KV cache and process group."""
-        self._version, self._pieces = {}, iter(())
+        self._policy = None
         worker: Any = getattr(self._guest, "worker", None)  # None if `load` has failed early
         if getattr(worker, "model_runner", None) is not None:
             release_runner(worker.model_runner)
-        worker = self._guest = self._weights = None
+        worker = self._guest = None
         self._destroy_group()
         gc.collect()
         _trim(0)

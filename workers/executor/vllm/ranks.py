@@ -1,0 +1,200 @@
+"""An engine on several ranks: its scheduler is in this process, each rank of the model in a process of its own.
+
+Keeps true
+- All ranks answer a call before the next call. A call that fails on one rank has failed.
+- A version is activated in two phases: no rank serves it before all ranks have staged it.
+- The engine's process ends if a rank's process ends.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from rose.schemas.errors import RoseError, describe_error
+from rose.workers.executor.ipc.engine_client import StagedTensors
+from rose.workers.executor.ipc.messages import TensorLayout
+from rose.workers.executor.vllm.engine_core import BackendWeights
+from rose.workers.executor.vllm.model_runner import patch_runner
+from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, block_bytes
+from rose.workers.executor.vllm.weights import PolicyWeights, check_version
+
+WORKER_CLASS = "rose.workers.executor.vllm.rank_worker.RankWorker"
+
+
+class RankFailed(RoseError):
+    """A call failed on at least one rank."""
+
+
+class RankCalls(Protocol):
+    """Calls methods on all ranks of one model."""
+
+    def call(self, name: str, *arguments: Any) -> Sequence[Any]:
+        """Call a method on each rank; return the results by rank. Raises RankFailed."""
+
+
+def answer_to(call: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
+    """Call a function on a rank. Return success, and the result or the error text. Raises nothing."""
+    try:
+        return True, call(*arguments)
+    except RoseError as error:
+        return False, str(error)
+    except Exception as error:  # noqa: BLE001  the engine's process decides what an error ends
+        return False, describe_error(error)
+
+
+def require_success(answers: Sequence[tuple[bool, Any]]) -> Sequence[Any]:
+    """Return the results of a call, by rank. Raises RankFailed.
+
+    `answers`: success, and the result or the error text, by rank.
+    """
+    failed = {rank: str(value) for rank, (succeeded, value) in enumerate(answers) if not succeeded}
+    if len(failed) > 1:  # a log line is cut after a first long sentence: every rank must come before that
+        failed = {rank: text.partition(". ")[0] for rank, text in failed.items()}
+    if len(failed) == len(answers) > 1 and len(set(failed.values())) == 1:
+        raise RankFailed(f"every rank: {failed[0]}")
+    if failed:
+        raise RankFailed("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+    return [value for _, value in answers]
+
+
+class RankPolicy:
+    """The policy on one rank: its shard of the serving version, and of the version that is staged."""
+
+    def __init__(self, worker: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Patch the loaded model of vLLM's `worker`. `shapes`: shapes of the whole model's tensors."""
+        patch_runner(worker.model_runner)
+        self._weights = PolicyWeights(worker, folder, shapes)
+        self._version: dict[str, Tensor] = {}
+        """The version that is being staged or is staged: views of the weight buffer."""
+        self._pieces: Iterator[None] = iter(())
+        """The pieces of staging `_version`."""
+
+    def allocate_spare(self) -> None:
+        """Allocate the memory in which a version is staged. Raises EngineStartError."""
+        self._weights.allocate_spare()
+
+    def stage(self, file: str, layout: Sequence[TensorLayout], names: Sequence[str]) -> None:
+        """Start to stage a version from the weight buffer at path `file`."""
+        descriptor = os.open(file, os.O_RDWR)
+        try:
+            staged = dict(StagedTensors(descriptor, layout))
+        finally:
+            os.close(descriptor)
+        self._version = {name: staged[name] for name in names}
+        self._pieces = self._weights.stage(self._version)
+
+    def continue_staging(self) -> bool:
+        """Do one piece of staging. Return whether the version is staged. Raises SwapRefused."""
+        return next(self._pieces, self) is self
+
+    def activate(self) -> None:
+        """Serve the staged version from the next step on."""
+        version, self._version = self._version, {}
+        self._weights.activate(version)
+
+
+class RankWeights:
+    """The weights of all ranks. See `engine_core.BackendWeights`."""
+
+    def __init__(self, ranks: RankCalls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        """`shapes`: shapes of the whole model's tensors. `dtype`: the engine's element type."""
+        self._ranks = ranks
+        self._shapes = shapes
+        self._dtype = dtype
+        self._source: StagedTensors | None = None
+
+    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
+        """Check a version in pieces; the generator returns its tensors. Raises SwapRefused."""
+        if not isinstance(tensors, StagedTensors):
+            raise SwapRefused("ranks take versions out of shared memory alone")
+        self._source = tensors
+        return check_version(tensors, self._shapes, self._dtype)
+
+    def allocate_spare(self) -> None:
+        """Have every rank allocate the memory in which a version is staged. Raises EngineStartError."""
+        try:
+            self._ranks.call("allocate_spare")
+        except RankFailed as failed:
+            raise EngineStartError(str(failed)) from failed
+
+    def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
+        """Stage the version. A piece is one piece on each rank."""
+        source = self._source
+        assert source is not None
+        try:
+            buffer = f"/proc/{os.getpid()}/fd/{source.descriptor}"
+            self._ranks.call("stage", buffer, list(source.layout), sorted(version))
+            yield
+            while not all(self._ranks.call("continue_staging")):
+                yield
+        except RankFailed as failed:
+            raise SwapRefused(str(failed)) from failed
+
+    def activate(self, version: dict[str, Tensor]) -> None:
+        """Have every rank serve the staged version. Raises EngineBroken."""
+        try:
+            self._ranks.call("activate")
+        except RankFailed as failed:  # some ranks may serve the version, and others not
+            raise EngineBroken(str(failed)) from failed
+
+
+class RanksBackend:
+    """Processes of this engine, one for each rank. See `engine_core.ModelBackend`.
+
+    Only for a process of its own: the process ends if a rank's process ends.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks`: vLLM's tensor-parallel size, 2 or more."""
+        self.ranks = ranks
+        self.engine_arguments: Mapping[str, Any] = {
+            "tensor_parallel_size": ranks,
+            "distributed_executor_backend": "mp",
+            "worker_cls": WORKER_CLASS,
+        }
+        self._executor: MultiprocExecutor | None = None
+
+    def make_executor(self, config: VllmConfig) -> Executor:
+        """Start the ranks, which load the model."""
+        self._executor = MultiprocExecutor(config)
+        self._executor.register_failure_callback(partial(os._exit, 1))  # after vLLM has logged which rank ended
+        return self._executor
+
+    def call(self, name: str, *arguments: Any) -> Sequence[Any]:
+        """Call a method of `rank_worker.RankWorker` on each rank; return the results by rank. Raises RankFailed."""
+        assert self._executor is not None
+        try:
+            return require_success(self._executor.collective_rpc("call", args=(name, *arguments)))
+        except RuntimeError as error:  # a rank's process has ended
+            raise RankFailed(str(error)) from error
+
+    def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
+        """Prepare the loaded model on every rank. Raises EngineStartError."""
+        try:
+            self.call("patch_model", folder, dict(shapes))
+        except RankFailed as failed:
+            raise EngineStartError(str(failed)) from failed
+        return RankWeights(self, shapes, core.vllm_config.model_config.dtype)
+
+    def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
+        """Do nothing: the model computes in other processes."""
+
+    def block_bytes(self, config: KVCacheConfig) -> int:
+        """Return the bytes of one block of the KV cache, summed over the ranks."""
+        return self.ranks * block_bytes(config)
+
+    def release(self) -> None:
+        """End the ranks."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
