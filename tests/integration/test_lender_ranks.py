@@ -135,7 +135,7 @@ def test_version_is_activated_on_no_rank_before_all_have_staged_it(
         failing = fault(server, "prepare")
         sidecar.forget()
         sidecar.send(StageWeights(1, 1, layout))
-        assert "rank 1: SwapRefused" in sidecar.wait_for_reports(WeightsRejected)[0].reason
+        assert "rank 1: it could not be prepared" in sidecar.wait_for_reports(WeightsRejected)[0].reason
         assert_close(run_guest(sidecar), old)
         failing.unlink()
 

@@ -31,22 +31,23 @@ def live(number: int, port: int, connection: Connection) -> None:
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(RANKS, number, f"tcp://127.0.0.1:{port}", number, "gloo")
     host: Any = SimpleNamespace(rpc_rank=number, global_rank=number)
-    rank: Any = GuestWorker(host)
+    rank = GuestWorker(host)
 
     def until_done(name: str, *arguments: Any) -> str:
         rank.begin(name, *arguments)
-        while not (came := rank.go_on(0.01))[0]:
+        while not (came := rank.resume(0.01))[0]:
             pass
-        assert rank.go_on(0.01) == came, "the loop asks it again until the last rank is done"
+        assert rank.resume(0.01) == came, "the loop asks the rank again until the last rank is done"
         return str(came[1])
 
     def compute(_: object) -> None:
         if number == FAILS:
             raise MemoryError("no room")
+        assert rank._group is not None
         rank._group.all_reduce(torch.ones(1))
 
     assert until_done("join") == ""
-    rank._guest = SimpleNamespace()
+    rank._guest = host
     connection.send(until_done("run", compute, (), {}))
     connection.recv()  # the exit of this process must not end the wait of the others
 
