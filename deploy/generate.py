@@ -165,7 +165,7 @@ def values_schema() -> Schema:
         control=role(enabled=FLAG, pagePort=at_least(1)),
         environment=role(replicas=at_least(1), image=TEXT),
         executor=role(replicas=at_least(0), image=TEXT),
-        trainer=role(enabled=FLAG, image=TEXT, storage=closed(size=TEXT, className=TEXT)),
+        trainer=role(enabled=FLAG, image=TEXT, ranks=at_least(1), storage=closed(size=TEXT, className=TEXT)),
         lenders=role(
             replicas=at_least(0),
             image=TEXT,

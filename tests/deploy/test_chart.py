@@ -299,6 +299,20 @@ def test_one_control_app_runs_if_enabled_and_its_page_is_restricted() -> None:
     assert let_in["page"] == operators != let_in["metrics"]
 
 
+def test_trainer_of_several_ranks_is_started_by_torchrun() -> None:
+    values = values_of("minimal")
+    commands = {}
+    for ranks in (1, 4):
+        (trainer,) = (
+            each["spec"]["template"]["spec"]["containers"][0]
+            for each in resources(rendered(values | {"trainer": {"ranks": ranks}}))
+            if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("-trainer")
+        )
+        commands[ranks] = trainer.get("command"), trainer["args"]
+    command = "torchrun --standalone --nproc-per-node 4 --shutdown-timeout 895 --no-python rose"
+    assert commands == {1: (None, commands[1][1]), 4: (command.split(), commands[1][1])}
+
+
 def test_every_role_can_be_traced(tmp_path: Path) -> None:
     values = changed(values_of("minimal"), "config.tracing", {"endpoint": "http://collector:4318", "ratio": 0.1})
     collector = [{"ports": [{"port": 4318, "protocol": "TCP"}]}]

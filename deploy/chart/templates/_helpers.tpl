@@ -177,11 +177,14 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* What is particular to a role's container: `root`, `role`, `family`, `values`, `secret`, `key`, `arguments`. */}}
+{{/* What is particular to a role's container: `root`, `role`, `family`, `values`, `secret`, `key`, `command`, `arguments`. */}}
 {{- define "rose.container" -}}
 name: {{ .role }}
 image: {{ .values.image | default (include "rose.image" .) | quote }}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+{{- with .command }}
+command: {{- toYaml . | nindent 2 }}
+{{- end }}
 args:
   - {{ .role }}
   - --config
@@ -227,7 +230,7 @@ ports:
 resources: {{- toYaml .values.resources | nindent 2 }}
 securityContext: {{- include "rose.container-security" . | nindent 2 }}
 volumeMounts: {{- include "rose.mounts" . | nindent 2 }}
-{{- if eq .role "executor" }}
+{{- if has .role (list "executor" "trainer") }}
   - {name: shm, mountPath: /dev/shm}
 {{- end }}
 {{- if eq .role "trainer" }}
