@@ -105,7 +105,7 @@ def end_children(*, grace_seconds: float = 0.0, keep: Collection[int] = ()) -> N
     """
     kill_at = time.monotonic() + grace_seconds
     has_asked: set[int] = set()
-    while remaining := [pid for pid in _children() if pid not in keep]:
+    while remaining := [pid for pid in children_of(os.getpid()) if pid not in keep]:
         now = time.monotonic()
         if now > kill_at + REAP_SECONDS:
             return
@@ -121,9 +121,9 @@ def end_children(*, grace_seconds: float = 0.0, keep: Collection[int] = ()) -> N
         time.sleep(POLL_SECONDS)
 
 
-def _children() -> list[int]:
-    """Process ids of the children of this process, including children that have ended and are not reaped."""
-    own, found = str(os.getpid()), []
+def children_of(parent: int) -> list[int]:
+    """Process ids of the children of a process, including children that have ended and are not reaped."""
+    own, found = str(parent), []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has just ended
             if stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1] == own:

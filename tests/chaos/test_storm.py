@@ -33,10 +33,12 @@ pytestmark = [
 ]
 
 
-def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1) -> None:
+def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1, ranks: int = 1) -> None:
     print(f"ROSE_CHAOS_SEED={seed}")
     lends = rounds > 1
-    shape = Shape(nodes=3 if kind == KAFKA else 0, lenders=lends, control=lends, cells=cells, rounds=rounds)
+    shape = Shape(
+        nodes=3 if kind == KAFKA else 0, lenders=lends, control=lends, cells=cells, rounds=rounds, ranks=ranks
+    )
     data = folder / "broker"
     with start_nodes(data) if kind == KAFKA else start(kind, data) as broker:
         report = blow(folder / "roles", draw(seed, shape), broker)
@@ -54,6 +56,11 @@ def test_law_holds_without_stalls_after_a_short_storm(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("seed", range(FIRST_SEED + 1, FIRST_SEED + 4))
 def test_law_holds_without_stalls_after_a_long_storm(seed: int, tmp_path: Path) -> None:
     storm(seed, KAFKA, tmp_path, rounds=2, cells=1 + seed % 2)
+
+
+@pytest.mark.long
+def test_law_holds_without_stalls_after_a_storm_over_executors_of_two_ranks(tmp_path: Path) -> None:
+    storm(FIRST_SEED + 5, KAFKA, tmp_path, ranks=2)
 
 
 @pytest.mark.long

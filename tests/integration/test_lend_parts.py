@@ -148,7 +148,8 @@ def test_server_killed_during_loading_leaves_nothing_behind(folders: Path, tmp_p
         server.process.kill()
         server.process.wait()
     assert not psutil.wait_procs(children, START_SECONDS)[1]
-    assert "engine_core_orphaned" in server.log.read_text()
+    said = server.log.read_text()  # the engine core may not have heard of its server before the kill: then vLLM ends it
+    assert "engine_core_orphaned" in said or "Did not receive response from front-end process" in said
     assert not list(folders.glob(f"{FOLDER_PREFIX}*"))
 
 

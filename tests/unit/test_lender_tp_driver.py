@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rose.workers.executor.ipc.engine_client import StagedTensors, write_tensors
-from rose.workers.executor.vllm.ranks import RankFailed, RankWeights
+from rose.workers.executor.vllm.ranks import Answer, RankFailed, RankWeights
 from rose.workers.executor.vllm.types import EngineBroken, SwapRefused
 from rose.workers.lender.status_page import current_process_id
 from rose.workers.lender.vllm.host_process import TimeSlicedCall, yield_slice
@@ -32,17 +32,17 @@ class Workers:
         self.calls: list[str] = []
         self.threads: set[int] = set()
 
-    def collective_rpc(self, _: object, *, args: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+    def collective_rpc(self, _: object, *, args: tuple[Any, ...]) -> list[Answer]:
         name, *arguments = args
         self.calls.append(name)
         self.threads.add(threading.get_ident())
         return [self._answered(rank, name, arguments) for rank in range(SIZE)]
 
-    def _answered(self, rank: int, name: str, arguments: Any) -> tuple[bool, Any]:
+    def _answered(self, rank: int, name: str, arguments: Any) -> Answer:
         try:
-            return True, self.answer(rank, name, arguments)
+            return Answer(True, self.answer(rank, name, arguments))
         except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
-            return False, str(error)
+            return Answer(False, str(error), isinstance(error, SwapRefused))
 
 
 def ranks_of(workers: Workers) -> TpDriver:
@@ -143,7 +143,7 @@ def test_version_is_staged_on_all_ranks_before_activation_on_any(staged_tensors:
         return None
 
     workers = Workers(prepares)
-    weights = RankWeights(ranks_of(workers), SHAPES, torch.float32)
+    weights = RankWeights(ranks_of(workers), Path(), SHAPES, torch.float32)
     version = checked(weights, staged_tensors)
     pieces = sum(1 for _ in weights.stage(version))
     assert pieces == SIZE and all(value <= 0 for value in left.values())
@@ -163,10 +163,10 @@ def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_en
 
         return answer
 
-    weights = RankWeights(ranks_of(Workers(fails_at("continue_staging"))), SHAPES, torch.float32)
+    weights = RankWeights(ranks_of(Workers(fails_at("continue_staging"))), Path(), SHAPES, torch.float32)
     with pytest.raises(SwapRefused, match="rank 2: no"):
         list(weights.stage(checked(weights, staged_tensors)))
-    weights = RankWeights(ranks_of(Workers(fails_at("activate"))), SHAPES, torch.float32)
+    weights = RankWeights(ranks_of(Workers(fails_at("activate"))), Path(), SHAPES, torch.float32)
     version = checked(weights, staged_tensors)
     list(weights.stage(version))
     with pytest.raises(EngineBroken, match="rank 2: no"):
@@ -175,11 +175,27 @@ def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_en
         checked(weights, iter([("model.norm.weight", torch.ones(4))]))
 
 
+@pytest.mark.parametrize(("refusing", "raised"), [(range(SIZE), SwapRefused), (range(1), EngineBroken)])
+def test_activation_that_every_rank_has_undone_refuses_the_version_and_no_other(
+    staged_tensors: StagedTensors, refusing: Sequence[int], raised: type[Exception]
+) -> None:
+    def undoes(rank: int, name: str, _: Any) -> bool:
+        if name == "activate" and rank in refusing:
+            raise SwapRefused("it could not be applied")
+        return True
+
+    weights = RankWeights(ranks_of(Workers(undoes)), Path(), SHAPES, torch.float32)
+    version = checked(weights, staged_tensors)
+    list(weights.stage(version))
+    with pytest.raises(raised, match="it could not be applied"):
+        weights.activate(version)
+
+
 def test_objects_of_a_worker_before_serving_are_frozen_for_the_garbage_collector() -> None:
     """vLLM scans a heap twice in one piece for each loaded model."""
     host: Any = SimpleNamespace()
     try:
-        assert call_worker(host, "process_id", False) == (True, current_process_id())
+        assert call_worker(host, "process_id", False) == Answer(True, current_process_id())
         assert len(gc.get_objects()) < gc.get_freeze_count() / 10
     finally:
         gc.unfreeze()

@@ -6,24 +6,34 @@ Keeps true
 - The engine process is forked before its parent has a client of a broker, and uses no broker: a fork does not copy
   librdkafka's threads.
 - Signals that ask a role to stop are ignored in the engine process; the parent handles them.
+- Temporary files of the engine process and of its ranks are in a folder that the parent removes.
 """
 
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import traceback
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.topics.processes import die_with_parent, set_process_name
+from rose.topics.processes import children_of, die_with_parent, set_process_name
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
+from rose.workers.executor.ipc.rank_failures import recorded_failures
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.model_config import check_context_length
 from rose.workers.weights.model_folder import check_folder
+
+RANK_END_SECONDS = 10.0
+"""Most time to wait for the end of a rank that was killed: a device frees memory first."""
 
 
 class EngineProcess:
@@ -37,31 +47,48 @@ class EngineProcess:
         self.shapes, _ = check_folder(config.model_folder)
         check_context_length(config.model_folder, config.max_model_len)
         channel, parent = ChannelFds.create(), os.getpid()
+        self._folder = Path(tempfile.mkdtemp(prefix="rose-engine-"))
         end = die_with_parent(parent, signal.SIGKILL)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
             end()
-            _child_main(config, channel)
+            _child_main(config, channel, self._folder)
         self._liveness_fd = os.pidfd_open(self.pid)
-        self.client = EngineClient(channel, self._liveness_fd)
+        failures = partial(recorded_failures, self._folder, self.pid)
+        self.client = EngineClient(channel, self._liveness_fd, failures)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Kill the process. It holds only its own memory and the shared buffers, so nothing is left behind."""
+        """Kill the process and its ranks, and remove their files. Nothing else is left behind.
+
+        Python's resource tracker, another child, removes names of shared memory and ends by itself.
+        """
+        ranks = [os.pidfd_open(child) for child in children_of(self.pid) if not _is_resource_tracker(child)]
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._liveness_fd)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank, signal.SIGKILL)
+            select.select([rank], [], [], RANK_END_SECONDS)
+            os.close(rank)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
-    """Run the program of the engine process."""
+def _is_resource_tracker(process: int) -> bool:
+    return b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def _child_main(config: ExecutorConfig, channel: ChannelFds, folder: Path) -> NoReturn:
+    """Run the program of the engine process. `folder`: for temporary files."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+        tempfile.tempdir = os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
         set_process_name(f"engine-{config.short_name}")
         run_engine(config, channel)
     except RoseError as error:

@@ -83,6 +83,7 @@ max_turns = 16
 max_model_len = 256
 step_tokens = 512
 kv_cache_bytes = 16777216
+vllm = {{ tensor_parallel_size = {ranks} }}
 
 [serving]
 environment = {{ {environment} }}
@@ -210,6 +211,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
         imports=Path(__file__).with_name("environments"),
         groups_per_step=GROUPS_PER_STEP,
         total_groups=len(plan.groups) + plan.refused,
+        ranks=plan.shape.ranks,
         environment=", ".join(f'{name} = "{value}"' for name, value in SERVING.items()),
     )
     path.write_text(summary)

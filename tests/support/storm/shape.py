@@ -13,6 +13,8 @@ class Shape:
     control: int = 0
     """1 runs a control app that grants lending."""
     cells: int = 1
+    ranks: int = 1
+    """Ranks of each dedicated executor."""
     rounds: int = 1
     leaves: int = 0
     """Number of workers that are stopped in each round, without other faults; 0 means every kind of fault."""

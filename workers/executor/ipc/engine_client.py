@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import select
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 
@@ -73,13 +73,18 @@ class StagedTensors:
 class EngineClient:
     """Client of one engine, in any process."""
 
-    def __init__(self, channel: ChannelFds, liveness_fd: int) -> None:
-        """`liveness_fd`: a descriptor that becomes readable when the engine's process is gone."""
+    def __init__(self, channel: ChannelFds, liveness_fd: int, exit_reason: Callable[[], str] = lambda: "") -> None:
+        """`liveness_fd`: a descriptor that becomes readable when the engine's process is gone.
+
+        `exit_reason` returns why the process has ended, or an empty text.
+        """
         self._channel = channel
         self._commands = MessageSender(RingBuffer(channel.commands))
         self._reports = RingBuffer(channel.reports)
         self._liveness = select.poll()
         self._liveness.register(liveness_fd, select.POLLIN)
+        self._exit_reason = exit_reason
+        self._started = False
         self._active_buffer = 1
 
     def send(self, command: Command) -> None:
@@ -105,10 +110,13 @@ class EngineClient:
                 raise (EngineStartError if report.usage else EngineBroken)(report.reason)
             if isinstance(report, EngineLost):
                 raise EngineBroken(f"{report.reason}; the server builds another guest in {report.seconds:.0f} s")
+            self._started |= isinstance(report, EngineStatus)
             if isinstance(report, WeightsActivated):
                 self._active_buffer = 1 - self._active_buffer
             yield report
         if exited:
+            if reason := self._exit_reason():
+                raise (EngineBroken if self._started else EngineStartError)(f"the engine's process has ended: {reason}")
             raise EngineBroken("the engine's process has ended: its last words, if any, are in the log before this")
 
     def wait_until_ready(self, stop: Event) -> EngineStatus | None:

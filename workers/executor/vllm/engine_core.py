@@ -1,8 +1,8 @@
 """vLLM's engine core: its start, and the backend where its model runs (this process, or the ranks of a server).
 
 Keeps true
-- The core has no tokenizer, reads no pickle, runs no code of a model folder, and never runs ahead of the weights that
-  it reports: a step computes and samples before it returns.
+- The core has no tokenizer, runs no code of a model folder, and reads no pickle but those of its own ranks.
+- The core never runs ahead of the weights that it reports: a step computes and samples before it returns.
 - The core, with its scheduler and the state of all turns, runs in this process, whatever the environment sets for vLLM.
 """
 
@@ -207,6 +207,7 @@ def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
             _refuse_bidirectional(vllm_config)
             _refuse_other_class(vllm_config)
             _refuse_untried(vllm_config)
+            _refuse_ranks(vllm_config)
             if current_platform.is_cpu():
                 _refuse_compilation(vllm_config)
                 _refuse_divergent(vllm_config)
@@ -259,6 +260,21 @@ def _refuse_untried(config: VllmConfig) -> None:
         known = ", ".join(sorted(TRIED_ON_TRANSFORMERS))
         what = f"vLLM does not know {kind}, and its replacement may compute other logprobs than transformers"
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what} (tried: {known})")
+
+
+def _refuse_ranks(config: VllmConfig) -> None:
+    """Refuse what several ranks would compute otherwise than one. Raises EngineStartError."""
+    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return
+    # Without a plan every rank holds all heads, and writes past the end of a cache that has room for its share.
+    native = set(model.architectures) <= set(ModelRegistry.get_supported_archs())
+    if not native and not getattr(model.hf_text_config, "base_model_tp_plan", None):
+        what = f"transformers says for {model.hf_config.model_type} not how ranks divide it"
+        raise EngineStartError(f"{model.model} runs on one rank only: {what}: leave tensor_parallel_size out")
+    if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+        what = "on a CPU each rank would take gpu_memory_utilization of the memory"
+        raise EngineStartError(f"{what}: leave gpu_memory_utilization out of executor.vllm, or take one rank")
 
 
 def _refuse_compilation(config: VllmConfig) -> None:

@@ -19,7 +19,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are folders: nothing is ever fetched by name
     "TRANSFORMERS_OFFLINE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's warnings about torch, in the processes of ranks
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # the standard output is for results
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",  # for the processes of ranks
 }
 """Variables that must be set before the import of vLLM and torch."""
 

@@ -3,14 +3,17 @@
 Keeps true
 - All ranks answer a call before the next call. A call that fails on one rank has failed.
 - A version is activated in two phases: no rank serves it before all ranks have staged it.
-- The engine's process ends if a rank's process ends.
+- A rank that fails in a step ends (`rank_worker`), and the engine's process ends with a rank.
 """
 
 import os
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,18 +24,35 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rose.schemas.errors import RoseError, describe_error
+from rose.topics.processes import start_thread
 from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.ipc.messages import TensorLayout
+from rose.workers.executor.ipc.rank_failures import record_failure, recorded_failures
 from rose.workers.executor.vllm.engine_core import BackendWeights
 from rose.workers.executor.vllm.model_runner import patch_runner
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, block_bytes
-from rose.workers.executor.vllm.weights import PolicyWeights, check_version
+from rose.workers.executor.vllm.weights import PolicyWeights, check_version, require_all_read
 
 WORKER_CLASS = "rose.workers.executor.vllm.rank_worker.RankWorker"
 
 
+class Answer(NamedTuple):
+    """A rank's answer to a call."""
+
+    succeeded: bool
+    value: Any
+    """The result, or the error text."""
+    refused: bool = False
+    """Whether the error is a SwapRefused: the rank serves the old version."""
+
+
 class RankFailed(RoseError):
     """A call failed on at least one rank."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        """`refused`: whether every rank has refused, and serves the old version."""
+        super().__init__(message)
+        self.refused = refused
 
 
 class RankCalls(Protocol):
@@ -42,29 +62,26 @@ class RankCalls(Protocol):
         """Call a method on each rank; return the results by rank. Raises RankFailed."""
 
 
-def answer_to(call: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """Call a function on a rank. Return success, and the result or the error text. Raises nothing."""
+def answer_to(call: Callable[..., Any], *arguments: Any) -> Answer:
+    """Call a function on a rank. Raises nothing."""
     try:
-        return True, call(*arguments)
+        return Answer(True, call(*arguments))
     except RoseError as error:
-        return False, str(error)
+        return Answer(False, str(error), isinstance(error, SwapRefused))
     except Exception as error:  # noqa: BLE001  the engine's process decides what an error ends
-        return False, describe_error(error)
+        return Answer(False, describe_error(error))
 
 
-def require_success(answers: Sequence[tuple[bool, Any]]) -> Sequence[Any]:
-    """Return the results of a call, by rank. Raises RankFailed.
-
-    `answers`: success, and the result or the error text, by rank.
-    """
-    failed = {rank: str(value) for rank, (succeeded, value) in enumerate(answers) if not succeeded}
+def require_success(answers: Sequence[Answer]) -> Sequence[Any]:
+    """Return the results of a call, by rank. Raises RankFailed."""
+    failed = {rank: str(answer.value) for rank, answer in enumerate(answers) if not answer.succeeded}
+    if not failed:
+        return [answer.value for answer in answers]
     if len(failed) > 1:  # a log line is cut after a first long sentence: every rank must come before that
         failed = {rank: text.partition(". ")[0] for rank, text in failed.items()}
-    if len(failed) == len(answers) > 1 and len(set(failed.values())) == 1:
-        raise RankFailed(f"every rank: {failed[0]}")
-    if failed:
-        raise RankFailed("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
-    return [value for _, value in answers]
+    everywhere = len(failed) == len(answers) > 1 and len(set(failed.values())) == 1
+    text = f"every rank: {failed[0]}" if everywhere else "; ".join(f"rank {rank}: {it}" for rank, it in failed.items())
+    raise RankFailed(text, refused=all(answer.refused for answer in answers))
 
 
 class RankPolicy:
@@ -79,9 +96,9 @@ class RankPolicy:
         self._pieces: Iterator[None] = iter(())
         """The pieces of staging `_version`."""
 
-    def allocate_spare(self) -> None:
-        """Allocate the memory in which a version is staged. Raises EngineStartError."""
-        self._weights.allocate_spare()
+    def allocate_spare(self) -> dict[str, int]:
+        """Allocate the memory in which a version is staged: see `PolicyWeights.prove_spare`."""
+        return self._weights.prove_spare()
 
     def stage(self, file: str, layout: Sequence[TensorLayout], names: Sequence[str]) -> None:
         """Start to stage a version from the weight buffer at path `file`."""
@@ -106,9 +123,12 @@ class RankPolicy:
 class RankWeights:
     """The weights of all ranks. See `engine_core.BackendWeights`."""
 
-    def __init__(self, ranks: RankCalls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, ranks: RankCalls, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
         """`shapes`: shapes of the whole model's tensors. `dtype`: the engine's element type."""
         self._ranks = ranks
+        self._folder = folder
         self._shapes = shapes
         self._dtype = dtype
         self._source: StagedTensors | None = None
@@ -123,9 +143,14 @@ class RankWeights:
     def allocate_spare(self) -> None:
         """Have every rank allocate the memory in which a version is staged. Raises EngineStartError."""
         try:
-            self._ranks.call("allocate_spare")
+            by_rank = self._ranks.call("allocate_spare")
         except RankFailed as failed:
             raise EngineStartError(str(failed)) from failed
+        read: Counter[str] = Counter()
+        for elements in by_rank:
+            read.update(elements)
+        if read:
+            require_all_read(self._folder, self._shapes, read)
 
     def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
         """Stage the version. A piece is one piece on each rank."""
@@ -141,11 +166,13 @@ class RankWeights:
             raise SwapRefused(str(failed)) from failed
 
     def activate(self, version: dict[str, Tensor]) -> None:
-        """Have every rank serve the staged version. Raises EngineBroken."""
+        """Have every rank serve the staged version. Raises SwapRefused or EngineBroken."""
         try:
             self._ranks.call("activate")
-        except RankFailed as failed:  # some ranks may serve the version, and others not
-            raise EngineBroken(str(failed)) from failed
+        except RankFailed as failed:
+            if failed.refused:
+                raise SwapRefused(str(failed)) from failed
+            raise EngineBroken(str(failed)) from failed  # some ranks may serve the version, and others not
 
 
 class RanksBackend:
@@ -165,10 +192,15 @@ class RanksBackend:
         self._executor: MultiprocExecutor | None = None
 
     def make_executor(self, config: VllmConfig) -> Executor:
-        """Start the ranks, which load the model."""
-        self._executor = MultiprocExecutor(config)
-        self._executor.register_failure_callback(partial(os._exit, 1))  # after vLLM has logged which rank ended
-        return self._executor
+        """Start the ranks, which load the model. Raises EngineStartError, and what vLLM raises."""
+        try:
+            executor = self._executor = MultiprocExecutor(config, monitor_workers=False)
+        except Exception as error:
+            if failures := recorded_failures(Path(tempfile.gettempdir()), os.getpid()):
+                raise EngineStartError(f"vLLM does not start with {config.model_config.model}: {failures}") from error
+            raise
+        start_thread(partial(_end_with_a_rank, executor), name="rank-monitor")
+        return executor
 
     def call(self, name: str, *arguments: Any) -> Sequence[Any]:
         """Call a method of `rank_worker.RankWorker` on each rank; return the results by rank. Raises RankFailed."""
@@ -184,7 +216,7 @@ class RanksBackend:
             self.call("patch_model", folder, dict(shapes))
         except RankFailed as failed:
             raise EngineStartError(str(failed)) from failed
-        return RankWeights(self, shapes, core.vllm_config.model_config.dtype)
+        return RankWeights(self, folder, shapes, core.vllm_config.model_config.dtype)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
         """Do nothing: the model computes in other processes."""
@@ -198,3 +230,15 @@ class RanksBackend:
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
+
+
+def _end_with_a_rank(executor: MultiprocExecutor) -> None:
+    """Wait for the end of a rank's process, and end this process, which may wait for the rank's answer."""
+    ended = wait([worker.proc.sentinel for worker in executor.workers])
+    if getattr(executor, "shutting_down", False):
+        return
+    for rank, worker in enumerate(executor.workers):
+        if worker.proc.sentinel in ended:
+            worker.proc.join()
+            record_failure(os.getpid(), rank, f"its process has ended with status {worker.proc.exitcode}")
+    os._exit(1)

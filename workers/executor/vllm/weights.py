@@ -135,6 +135,30 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], engine_dtyp
         raise SwapRefused(f"{name} is {tensor.dtype}: the engine's {engine_dtype} cannot hold that exactly")
 
 
+def require_all_read(folder: Path, shapes: Mapping[str, tuple[int, ...]], read: Mapping[str, int]) -> None:
+    """Check that vLLM's loader reads the folder's tensors, and reads them whole.
+
+    `read`: elements of each tensor that were read, summed over the ranks, so a part of a tensor that every rank holds
+    may pass. Of ignored tensors only those count that are trained: not what is computed from the configuration, masks,
+    and copies of a tensor that was read (a tied head). Raises EngineStartError.
+    """
+    for name, shape in sorted(shapes.items()):
+        if 0 < read.get(name, 0) < math.prod(shape):
+            raise EngineStartError(
+                f"vLLM reads only a part of {name} ({read[name]} of {math.prod(shape)} elements), as {folder}/"
+                "config.json says a size that vLLM does not read: begin with another model"
+            )
+    files = folder_tensors(folder)
+    for name in sorted(name for name in shapes if not read.get(name) and not re.search(UNTRAINED, name)):
+        alike = [other for other in shapes if read.get(other) and shapes[other] == shapes[name]]
+        tensors = dict(held_tensors(folder, files, [name, *alike]))
+        if not any(torch.equal(tensors[other], tensors[name]) for other in alike):
+            raise EngineStartError(
+                f"{folder} holds {name}, which a trainer changes and vLLM leaves out of what it computes: begin with "
+                "another model"
+            )
+
+
 class PolicyWeights:
     """The weights of one model runner, which may hold one rank's shard of a model."""
 
@@ -155,13 +179,19 @@ class PolicyWeights:
         return check_version(tensors, self._shapes, self._dtype)
 
     def allocate_spare(self) -> None:
-        """Allocate the spare weights, which `stage` otherwise allocates at its first call. Raises EngineStartError.
+        """Allocate the spare weights, which `stage` otherwise allocates at its first call. Raises EngineStartError."""
+        if read := self.prove_spare():
+            require_all_read(self._folder, self._shapes, read)
+
+    def prove_spare(self) -> dict[str, int]:
+        """Allocate the spare weights, and return how many elements of each tensor the loader reads here.
 
         Proves first that `write_version` gives the same weights as vLLM's load: writes the folder's weights into empty
-        spare weights, and compares.
+        spare weights, and compares. Returns nothing on a GPU, which needs no spare weights, and if they are there.
+        Raises EngineStartError.
         """
         if self._spare is not None or not current_platform.is_cpu():
-            return
+            return {}
         model = self._worker.get_model()
         refuse_unsupported_layers(model)
         spare = spare_weights.make_spare(model)
@@ -169,54 +199,22 @@ class PolicyWeights:
             for parameter in spare.parameters():
                 parameter.fill_(math.nan if parameter.is_floating_point() else -1)
         read: dict[str, int] = {}
-        held = self._of_folder()
         try:
-            for _ in spare_weights.write_version(spare, held, read=read):
+            for _ in spare_weights.write_version(spare, self._of_folder(), read=read):
                 pass
             name = first_difference(model, spare)
         except Exception as error:  # a loader raises any type of exception if it needs more than a version has
             raise EngineStartError(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
         if name is not None:
             raise EngineStartError(self._unwritten(name, spare.get_parameter(name)))
-        if (name := self._cut(held, read)) is not None:
-            raise EngineStartError(
-                f"vLLM reads only a part of {name} ({read[name]} of {held[name].numel()} elements), as {self._folder}/"
-                "config.json says a size that vLLM does not read: begin with another model"
-            )
-        if (name := self._passed_over(held, {name for name, elements in read.items() if not elements})) is not None:
-            raise EngineStartError(
-                f"{self._folder} holds {name}, which a trainer changes and vLLM leaves out of what it computes: begin "
-                "with another model"
-            )
         self._spare = spare
+        return read
 
     def _unwritten(self, name: str, parameter: Tensor) -> str:
         what = f"vLLM takes no new version of {self._folder}: {name}"
         if parameter.is_floating_point() and parameter.isnan().any():
             return f"{what} is not written, or not all of it: do its files lack a tensor that its config.json asks for?"
         return f"{what} is not what was written"
-
-    def _cut(self, held: Mapping[str, Tensor], read: Mapping[str, int]) -> str | None:
-        """Return a tensor of which the loader reads a part alone; None if there is none, or several ranks share it."""
-        if self._worker.parallel_config.tensor_parallel_size > 1:
-            return None
-        return next((name for name in sorted(held) if 0 < read[name] < held[name].numel()), None)
-
-    @staticmethod
-    def _passed_over(held: Mapping[str, Tensor], unread: set[str]) -> str | None:
-        """Return a trained tensor that the loader has ignored; None if there is none.
-
-        Tensors that are computed from the configuration, masks, and copies of a tensor that was read (a tied head) do
-        not count.
-        """
-        weights = [name for name in unread if not re.search(UNTRAINED, name)]
-        read = [tensor for name, tensor in held.items() if name not in unread]
-        alone = (
-            name
-            for name in sorted(weights)
-            if not any(one.shape == held[name].shape and torch.equal(one, held[name]) for one in read)
-        )
-        return next(alone, None)
 
     def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
         """Prepare a checked version while the old version computes, in pieces (`write_version`), on any thread.
@@ -225,7 +223,7 @@ class PolicyWeights:
         SwapRefused.
         """
         try:
-            self.allocate_spare()
+            self.prove_spare()
             if self._spare is not None:
                 yield from spare_weights.write_version(self._spare, version)
         except Exception as error:  # after any error of a loader or kernel the old version continues to serve

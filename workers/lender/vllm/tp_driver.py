@@ -22,7 +22,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rose.workers.executor.vllm.engine_core import BackendWeights
-from rose.workers.executor.vllm.ranks import RankFailed, RankWeights, require_success
+from rose.workers.executor.vllm.ranks import Answer, RankFailed, RankWeights, require_success
 from rose.workers.executor.vllm.types import EngineStartError
 from rose.workers.lender.status_page import ProcessId
 from rose.workers.lender.vllm.host_process import yield_slice
@@ -91,7 +91,7 @@ class TpDriver:
             pending.done = all(done for done, _, _ in answers)
             pending.returned = [value for _, _, value in answers]
             if pending.done:
-                require_success([(not error_text, error_text) for _, error_text, _ in answers])
+                require_success([Answer(not error_text, error_text) for _, error_text, _ in answers])
         except Exception as error:  # noqa: BLE001  raised on the build thread
             pending.error, pending.done = error, True
         if pending.done:
@@ -186,7 +186,7 @@ class TpBackend:
         except RankFailed as failed:
             raise EngineStartError(str(failed)) from failed
         self._log.info("rose: guest_parameters_loaded rank_parameters=%s", ",".join(map(str, held)))
-        return RankWeights(self._driver, shapes, core.vllm_config.model_config.dtype)
+        return RankWeights(self._driver, folder, shapes, core.vllm_config.model_config.dtype)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
         """Do nothing: the model computes in other processes."""

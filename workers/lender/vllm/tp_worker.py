@@ -30,7 +30,7 @@ from rose.schemas.errors import describe_error
 from rose.workers.executor.ipc.messages import TensorLayout
 from rose.workers.executor.vllm.engine_core import hide_llvmlite
 from rose.workers.executor.vllm.model_runner import release_runner
-from rose.workers.executor.vllm.ranks import RankPolicy, answer_to
+from rose.workers.executor.vllm.ranks import Answer, RankPolicy, answer_to
 from rose.workers.executor.vllm.weights import keep_unpacked_weights
 from rose.workers.lender.status_page import STACK_SIGNAL, ProcessId, current_process_id
 from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
@@ -48,12 +48,13 @@ _workers: dict[int, "GuestWorker"] = {}
 """Guest workers by the `id()` of serving's worker; a process has one."""
 
 
-def call_worker(host: WorkerWrapperBase, name: str, *arguments: Any) -> tuple[bool, Any]:
-    """Call a method of the worker's `GuestWorker`. Return success, and the result or the error. Raises nothing.
+def call_worker(host: WorkerWrapperBase, name: str, *arguments: Any) -> Answer:
+    """Call a method of the worker's `GuestWorker`. Raises nothing. Serving's executor runs this in each worker."""
+    return answer_to(_call_guest, host, name, *arguments)
 
-    Serving's executor runs this function in each worker.
-    """
-    return answer_to(getattr(_workers.setdefault(id(host), GuestWorker(host)), name), *arguments)
+
+def _call_guest(host: WorkerWrapperBase, name: str, *arguments: Any) -> Any:
+    return getattr(_workers.setdefault(id(host), GuestWorker(host)), name)(*arguments)
 
 
 def _outcome_of(work: TimeSlicedCall[Any]) -> tuple[bool, str, Any]:
@@ -164,9 +165,9 @@ class GuestWorker:
         self._policy = RankPolicy(self._guest.worker, folder, shapes)
         return sum(parameter.numel() for parameter in self._guest.worker.get_model().parameters())
 
-    def allocate_spare(self) -> None:
-        """Allocate the memory in which a version is staged. Raises EngineStartError."""
-        self._loaded_policy.allocate_spare()
+    def allocate_spare(self) -> dict[str, int]:
+        """Allocate the memory in which a version is staged. See `RankPolicy.allocate_spare`."""
+        return self._loaded_policy.allocate_spare()
 
     def step(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
         """Compute and sample one step. Return the output on the first rank, None on the others."""
