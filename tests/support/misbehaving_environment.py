@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import FrameType
 
 from rose.workers.environments.protocol import JsonValue, Step
 
@@ -144,6 +145,15 @@ class TookTooLong(Exception):
 
 def too_late(*_: object) -> None:
     raise TookTooLong("it took too long")
+
+
+def too_late_in_a_callback(_: int, frame: FrameType | None) -> None:
+    """Raise if a callback of an event loop runs."""
+    while frame is not None:
+        if frame.f_code is asyncio.Handle._run.__code__:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            raise TookTooLong("it took too long")
+        frame = frame.f_back
 
 
 def bound_by_a_signal() -> None:
@@ -348,6 +358,10 @@ class Wild:
         self.large = action == "large snapshot"
         if action == "late":
             leave_a_timer(signal.ITIMER_REAL, signal.SIGALRM)
+            await asyncio.Event().wait()
+        if action == "late in a callback":
+            signal.signal(signal.SIGALRM, too_late_in_a_callback)
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.0001)
             await asyncio.Event().wait()
         if action == "pause":
             await asyncio.sleep(0.5)

@@ -219,9 +219,10 @@ def test_terminal_that_a_step_opens_and_closes_ends_no_process(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_signal_that_ends_the_loop_is_reported_as_the_cause(folder: Path) -> None:
+@pytest.mark.parametrize("when", ["late", "late in a callback"])
+def test_signal_that_ends_the_loop_is_reported_as_the_cause(folder: Path, when: str) -> None:
     with processes(folder) as stage:
-        failed = answers(stage, [step("a", "late")])["a"]
+        failed = answers(stage, [step("a", when)])["a"]
     assert isinstance(failed, EnvironmentFailure)
     assert "its process lost its event loop (TookTooLong: it took too long)" in failed.failure
 

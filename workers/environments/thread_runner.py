@@ -151,7 +151,8 @@ class ThreadRunner:
         self._threads = EnvironmentThreadPool()
         self._shared = LoopRepair(self._loop, self._threads, self._make_task)
         self._loop.set_exception_handler(self._on_loop_error)
-        self._loop.call_soon(self._beat)
+        self._beat_error: Exception | None = None
+        self._this_beat = self._next_beat = self._loop.call_soon(self._beat)
         self._thread = Thread(target=self.run, name="environments", daemon=True)
         if integrity is None:
             self._thread.start()
@@ -219,19 +220,22 @@ class ThreadRunner:
         while not self._stopped:  # an environment may stop the loop, too
             try:
                 self._loop.run_forever()
+                if self._beat_error is not None:
+                    raise self._beat_error
             except (SystemExit, KeyboardInterrupt) as error:  # from a callback, or raised by `kill`
                 end_if_forked(self._pid, error)
-            except Exception as error:  # noqa: BLE001 - an environment has closed the loop's own files
+            except Exception as error:  # noqa: BLE001 - of a signal handler, or the loop's own files are closed
                 end_if_forked(self._pid, error)
                 self.exit_reason = f" lost its event loop ({describe_error(error)})"
                 return
         self._loop.close()
 
     def _beat(self) -> None:
+        self._this_beat = self._next_beat
         end_if_forked(self._pid)
         self.heartbeats += 1
         self._signs[BEATS], self._signs[LIVE], self._signs[STUCK] = self.heartbeats, self.live, self.threads_stuck
-        self._loop.call_later(BEAT_SECONDS, self._beat)
+        self._next_beat = self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _begin(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -361,6 +365,9 @@ class ThreadRunner:
         """Handle an error that no task receives: of a callback, or of a task that nothing awaits."""
         if (error := context.get("exception")) is not None:
             self._check_refused(error)
+            if context.get("handle") in (self._this_beat, self._next_beat):
+                self._beat_error = error  # a signal handler of an environment raises anywhere; no beat would follow
+                self._loop.stop()
         loop.default_exception_handler(context)
 
     def _make_task(
@@ -386,6 +393,7 @@ class ThreadRunner:
 
     def _look(self, after: bool) -> None:
         """Repair the loop before and after each run of a call; `after` the run, check that the process is still fit."""
+        self._this_beat = self._next_beat
         end_if_forked(self._pid)
         self.heartbeats += 1
         self._signs[BEATS] = self.heartbeats

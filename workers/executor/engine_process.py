@@ -88,7 +88,7 @@ def _child_main(config: ExecutorConfig, channel: ChannelFds, folder: Path) -> No
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        tempfile.tempdir = os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
         set_process_name(f"engine-{config.short_name}")
         run_engine(config, channel)
     except RoseError as error:
