@@ -22,8 +22,9 @@ FIELD, VALUE = "added_next", "set by next"
 KEPT = ("workers/trainer/checkpoint.py", "workers/trainer/step_log.py")
 """Modules that declare the structs that a trainer keeps on disk."""
 
-AS_THEY_ARE = ("Record", "Identity")
-"""Structs without the new field. `Record` has no fields, and `Identity` is compared as a whole."""
+AS_THEY_ARE = ("Record", "Identity", "SampledTokens")
+"""Structs without the new field. `Record` has no fields, `Identity` is compared as a whole, and the fields of
+`SampledTokens` are fields of records, which have the new field."""
 
 NUMBER = re.compile(r'(SCHEMA: ClassVar\[str\] = "[a-z-]+/)(\d+)"')
 
