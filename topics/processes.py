@@ -2,9 +2,10 @@
 
 import ctypes
 import os
+import select
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
@@ -129,6 +130,24 @@ def children_of(parent: int) -> list[int]:
             if stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1] == own:
                 found.append(int(stat.parent.name))
     return found
+
+
+def have_exited(processes: Sequence[int], seconds: float) -> bool:
+    """Wait until all processes (pidfds) have ended, up to `seconds` in total. Return whether they have."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        ended = select.poll()
+        ended.register(process, select.POLLIN)
+        if not ended.poll(1000 * max(0.0, deadline - time.monotonic())):
+            return False
+    return True
+
+
+def send_signal(processes: Sequence[int], number: int) -> None:
+    """Send signal `number` to the processes (pidfds) that exist."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, number)
 
 
 class _UnreadFile(FileIO):

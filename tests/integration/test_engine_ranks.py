@@ -215,7 +215,7 @@ def test_tensor_that_ranks_read_in_part_is_refused(tmp_path: Path) -> None:
 
 def test_model_that_no_plan_divides_is_refused(tmp_path: Path) -> None:
     tiny_policy("persimmon", tmp_path)
-    with pytest.raises(EngineStartError, match="persimmon not how ranks divide it: leave tensor_parallel_size out"):
+    with pytest.raises(EngineStartError, match="no plan that divides persimmon over ranks"):
         Engine(folder_config(tmp_path), RanksBackend(RANKS))
 
 

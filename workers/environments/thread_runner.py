@@ -152,6 +152,7 @@ class ThreadRunner:
         self._shared = LoopRepair(self._loop, self._threads, self._make_task)
         self._loop.set_exception_handler(self._on_loop_error)
         self._beat_error: Exception | None = None
+        """Error that ended a beat: a signal handler of an environment raises anywhere."""
         self._this_beat = self._next_beat = self._loop.call_soon(self._beat)
         self._thread = Thread(target=self.run, name="environments", daemon=True)
         if integrity is None:
@@ -366,7 +367,7 @@ class ThreadRunner:
         if (error := context.get("exception")) is not None:
             self._check_refused(error)
             if context.get("handle") in (self._this_beat, self._next_beat):
-                self._beat_error = error  # a signal handler of an environment raises anywhere; no beat would follow
+                self._beat_error = error  # no beat would follow, and the runner would be silent
                 self._loop.stop()
         loop.default_exception_handler(context)
 
@@ -393,7 +394,6 @@ class ThreadRunner:
 
     def _look(self, after: bool) -> None:
         """Repair the loop before and after each run of a call; `after` the run, check that the process is still fit."""
-        self._this_beat = self._next_beat
         end_if_forked(self._pid)
         self.heartbeats += 1
         self._signs[BEATS] = self.heartbeats

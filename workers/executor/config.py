@@ -51,6 +51,7 @@ WIDE_TYPES = ("float32", "float16", "half", "bfloat16")
 """Element types of a KV cache that are not of 8 bits."""
 
 MAX_RANKS = 64
+"""Most ranks of one engine."""
 
 OTHER_ATTENTION = frozenset({"use_non_causal", "indexer_sparse_logits"})
 """Fields of vLLM's attention configuration with which a model computes other logprobs than in training."""

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.topics.processes import children_of, die_with_parent, set_process_name
+from rose.topics.processes import children_of, die_with_parent, have_exited, send_signal, set_process_name
 from rose.workers.executor.config import ExecutorConfig
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import EngineFailed, MessageSender
@@ -32,8 +32,8 @@ from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from rose.workers.model_config import check_context_length
 from rose.workers.weights.model_folder import check_folder
 
-RANK_END_SECONDS = 10.0
-"""Most time to wait for the end of a rank that was killed: a device frees memory first."""
+RANKS_END_SECONDS = 10.0
+"""Most time to wait for the end of ranks that were killed: a device frees memory first."""
 
 
 class EngineProcess:
@@ -67,20 +67,25 @@ class EngineProcess:
 
         Python's resource tracker, another child, removes names of shared memory and ends by itself.
         """
-        ranks = [os.pidfd_open(child) for child in children_of(self.pid) if not _is_resource_tracker(child)]
+        ranks = _open_ranks(self.pid)
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._liveness_fd)
+        send_signal(ranks, signal.SIGKILL)
+        have_exited(ranks, RANKS_END_SECONDS)
         for rank in ranks:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(rank, signal.SIGKILL)
-            select.select([rank], [], [], RANK_END_SECONDS)
             os.close(rank)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _is_resource_tracker(process: int) -> bool:
-    return b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+def _open_ranks(engine: int) -> list[int]:
+    """Return pidfds of the ranks of an engine process."""
+    ranks = []
+    for child in children_of(engine):
+        with suppress(OSError):  # the child has just ended
+            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                ranks.append(os.pidfd_open(child))
+    return ranks
 
 
 def _child_main(config: ExecutorConfig, channel: ChannelFds, folder: Path) -> NoReturn:

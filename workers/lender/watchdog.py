@@ -16,10 +16,9 @@ The watchdog reads one page of memory (`status_page`) and one file, and imports 
 """
 
 import os
-import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
@@ -27,6 +26,7 @@ from threading import Event
 import structlog
 
 from rose.topics.backoff import Backoff
+from rose.topics.processes import have_exited, send_signal
 from rose.workers.lender.status_page import STACK_SIGNAL, ProcessId, StatusPage, open_pidfd, process_state
 
 MAX_GAP_SECONDS = 1.0
@@ -152,9 +152,9 @@ class Watchdog:
             self._log.error("stop_file_not_written", reason=str(error))
         self._ended = True
         processes = [descriptor, *self._open_ranks()]
-        _send_signal(processes, STACK_SIGNAL)
+        send_signal(processes, STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
-        _send_signal(processes, signal.SIGKILL)
+        send_signal(processes, signal.SIGKILL)
 
     def _open_ranks(self) -> list[int]:
         """Return pidfds of the ranks that exist: a rank that hangs does not notice that the engine core is gone."""
@@ -181,31 +181,13 @@ class Watchdog:
         if self._core is None:
             return
         core, descriptor = self._core
-        if _have_exited([descriptor], 0.0):
+        if have_exited([descriptor], 0.0):
             return
         self._log.warning("engine_core_orphaned", core=core.pid)
         processes = [descriptor, *self._open_ranks()]
-        _send_signal([descriptor], signal.SIGTERM)  # ends its ranks too
-        if not _have_exited(processes, ORPHAN_SECONDS):
-            _send_signal(processes, signal.SIGKILL)
-
-
-def _have_exited(processes: Sequence[int], seconds: float) -> bool:
-    """Wait until all processes (pidfds) have ended, up to `seconds` in total. Return whether they have."""
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        ended = select.poll()
-        ended.register(process, select.POLLIN)
-        if not ended.poll(1000 * max(0.0, deadline - time.monotonic())):
-            return False
-    return True
-
-
-def _send_signal(processes: Sequence[int], number: int) -> None:
-    """Send signal `number` to the processes (pidfds) that exist."""
-    for process in processes:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, number)
+        send_signal([descriptor], signal.SIGTERM)  # ends its ranks too
+        if not have_exited(processes, ORPHAN_SECONDS):
+            send_signal(processes, signal.SIGKILL)
 
 
 def _exit_status(child: int) -> int | None:

@@ -270,7 +270,7 @@ def _refuse_ranks(config: VllmConfig) -> None:
     # Without a plan every rank holds all heads, and writes past the end of a cache that has room for its share.
     native = set(model.architectures) <= set(ModelRegistry.get_supported_archs())
     if not native and not getattr(model.hf_text_config, "base_model_tp_plan", None):
-        what = f"transformers says for {model.hf_config.model_type} not how ranks divide it"
+        what = f"transformers has no plan that divides {model.hf_config.model_type} over ranks"
         raise EngineStartError(f"{model.model} runs on one rank only: {what}: leave tensor_parallel_size out")
     if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
         what = "on a CPU each rank would take gpu_memory_utilization of the memory"

@@ -80,8 +80,10 @@ def require_success(answers: Sequence[Answer]) -> Sequence[Any]:
     if len(failed) > 1:  # a log line is cut after a first long sentence: every rank must come before that
         failed = {rank: text.partition(". ")[0] for rank, text in failed.items()}
     everywhere = len(failed) == len(answers) > 1 and len(set(failed.values())) == 1
-    text = f"every rank: {failed[0]}" if everywhere else "; ".join(f"rank {rank}: {it}" for rank, it in failed.items())
-    raise RankFailed(text, refused=all(answer.refused for answer in answers))
+    by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise RankFailed(
+        f"every rank: {failed[0]}" if everywhere else by_rank, refused=all(answer.refused for answer in answers)
+    )
 
 
 class RankPolicy:
@@ -205,10 +207,7 @@ class RanksBackend:
     def call(self, name: str, *arguments: Any) -> Sequence[Any]:
         """Call a method of `rank_worker.RankWorker` on each rank; return the results by rank. Raises RankFailed."""
         assert self._executor is not None
-        try:
-            return require_success(self._executor.collective_rpc("call", args=(name, *arguments)))
-        except RuntimeError as error:  # a rank's process has ended
-            raise RankFailed(str(error)) from error
+        return require_success(self._executor.collective_rpc("call", args=(name, *arguments)))
 
     def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
         """Prepare the loaded model on every rank. Raises EngineStartError."""
