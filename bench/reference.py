@@ -21,6 +21,7 @@ from rose.schemas.prompts import Prompt
 from rose.workers.environments.registry import load_environment
 from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
+from rose.workers.trainer.packing import pack_passes
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.replica import make_optimizer, make_schedule
 from rose.workers.trainer.step import train_step
@@ -68,6 +69,7 @@ class Reference:
         self._settings = settings
         self._turn_format = TurnFormat(settings.model.folder)
         self._model = load_policy(settings.model.folder)
+        pack_passes(self._model)
         self._sampler = load_policy(settings.model.folder)
         self._algorithm = make_algorithm(settings.trainer)
         self._optimizer = make_optimizer(self._model, learning_rate=settings.trainer.learning_rate)

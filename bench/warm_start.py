@@ -28,7 +28,7 @@ from bench.plain_engine import Task, sample_trajectories
 from rose.workers.environments.calculator import MALFORMED, Calculator
 from rose.workers.environments.protocol import JsonValue
 from rose.workers.environments.turn_format import Frame, TurnFormat
-from rose.workers.trainer.logprobs import microbatches, pad_rows, token_logprobs
+from rose.workers.trainer.logprobs import pad_rows, padded_batches, token_logprobs
 from rose.workers.trainer.policy import load_policy
 
 FIRST_HELD_OUT_SEED = 10**9
@@ -210,7 +210,7 @@ def _fit(model: Any, optimizer: torch.optim.Optimizer, rows: Sequence[tuple[list
     total = sum(sum(mask) for _, mask in rows)
     summed = 0.0
     optimizer.zero_grad(set_to_none=True)
-    for indices in microbatches([len(tokens) for tokens, _ in rows], tokens=4096):
+    for indices in padded_batches([len(tokens) for tokens, _ in rows], tokens=4096):
         mask = pad_rows([rows[index][1] for index in indices], dtype=torch.float32)
         logprobs = token_logprobs(model, pad_rows([rows[index][0] for index in indices], dtype=torch.long))
         loss = -(logprobs * mask).sum() / total

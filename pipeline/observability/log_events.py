@@ -211,6 +211,9 @@ MEANINGS = {
         "A rank of the trainer could not put its part of a version, so the job ends.",
         "Mend the reason, then start the job again: nothing is lost.",
     ),
+    "passes_padded": Meaning(
+        "The trainer cannot pack the sequences of this model into one row, and pads them instead: passes take longer.",
+    ),
     "prompt_refused": Meaning(
         "A prompt cannot be used and is a dead letter.",
         "Mend the prompt and send it back with `rose dlq retry`.",

@@ -23,7 +23,8 @@ from rose.workers.environments.calculator import Calculator
 from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.logprobs import microbatches, pad_rows, token_logprobs
+from rose.workers.trainer.logprobs import pad_rows, padded_batches, token_logprobs
+from rose.workers.trainer.packing import pack_passes
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.replica import make_optimizer
 from rose.workers.trainer.step import EngineMismatch, check_engines, dry_run_group, dry_run_policy, train_step
@@ -78,8 +79,8 @@ def logprob_of(model: Any, sample: TrainingSample) -> float:
 
 
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 1000))
-def test_microbatches_hold_every_sample_once_within_their_budget(lengths: list[int], budget: int) -> None:
-    batches = list(microbatches(lengths, tokens=budget))
+def test_padded_batches_hold_every_sample_once_within_their_budget(lengths: list[int], budget: int) -> None:
+    batches = list(padded_batches(lengths, tokens=budget))
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or max(lengths[index] for index in batch) * len(batch) <= budget
@@ -185,11 +186,18 @@ def test_step_raises_the_probability_of_rewarded_samples(policy: Any, groups: li
     assert metrics.tokens == sum(sum(sample.loss_mask) for sample in samples)
 
 
-def test_packing_does_not_change_the_step(policy: Any, groups: list[list[TrainingSample]]) -> None:
-    small = updated(policy, groups, replace(STANDARD, microbatch_tokens=128))
+@pytest.mark.parametrize("packed", [False, True])
+def test_passes_of_another_size_or_kind_do_not_change_the_step(
+    policy: Any, groups: list[list[TrainingSample]], packed: bool
+) -> None:
     large = updated(policy, groups, replace(STANDARD, microbatch_tokens=100_000))
-    assert (small - parameters_of(policy)).abs().max() > 1e-3
-    torch.testing.assert_close(small, large, atol=1e-5, rtol=0)
+    model = copy.deepcopy(policy)
+    if packed:
+        assert pack_passes(model) is None
+    for tokens in (128, 1_000, 100_000):
+        other = updated(model, groups, replace(STANDARD, microbatch_tokens=tokens))
+        torch.testing.assert_close(other, large, atol=1e-5, rtol=0)
+    assert (large - parameters_of(policy)).abs().max() > 1e-3
 
 
 def test_groups_with_equal_rewards_do_not_change_the_policy(policy: Any, groups: list[list[TrainingSample]]) -> None:

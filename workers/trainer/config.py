@@ -77,7 +77,8 @@ class TrainerConfig:
     gradient_norm: float = 1.0
     """Norm above which gradients are scaled down."""
     microbatch_tokens: int = 4096
-    """Padded tokens of one forward and backward pass; this limits memory."""
+    """Tokens of one forward and backward pass; this limits memory. Sequences are packed without padding if the model
+    allows; otherwise the tokens include padding."""
     recompute_activations: bool = False
     """Whether the backward pass computes each layer again instead of keeping its activations: less memory for about a
     third more time."""
@@ -91,7 +92,7 @@ class TrainerConfig:
     threads: int = 1
     """Threads of torch on the CPU, of each rank."""
     hung_seconds: float = 900.0
-    """Time without a finished microbatch or step after which the trainer counts as hung (`rose health`). The same time
+    """Time without a finished pass or step after which the trainer counts as hung (`rose health`). The same time
     holds at the end of the run for publishing the last version and exporting the policy."""
 
     def __post_init__(self) -> None:

@@ -51,13 +51,23 @@ class LogprobModule(torch.nn.Module):
         self.model = model
         head_of(model)  # needs the weights whole
 
-    def forward(self, tokens: Tensor, temperatures: Tensor | None, wanted: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        temperatures: Tensor | None,
+        wanted: Tensor | None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """See `token_logprobs`."""
-        return token_logprobs(self.model, tokens, temperatures, wanted)
+        return token_logprobs(self.model, tokens, temperatures, wanted, lengths)
 
 
 def token_logprobs(
-    model: Any, tokens: Tensor, temperatures: Tensor | None = None, wanted: Tensor | None = None
+    model: Any,
+    tokens: Tensor,
+    temperatures: Tensor | None = None,
+    wanted: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the logprob of every wanted token given the tokens before it.
 
@@ -65,10 +75,11 @@ def token_logprobs(
 
     `model`: a `transformers.PreTrainedModel` or a LogprobModule. `tokens`, `temperatures`, `wanted` and the result have
     shape (rows, tokens); the result is float32. `temperatures`: sampling temperature of each token, above 0; None: 1
-    for all tokens. `wanted`: bool; None: all tokens.
+    for all tokens. `wanted`: bool; None: all tokens. `lengths`: the tokens of each row, for a model that computes
+    packed passes (`packing`): the model computes no padding; None: a padded pass.
     """
     if isinstance(model, LogprobModule):
-        result: Tensor = model(tokens, temperatures, wanted)
+        result: Tensor = model(tokens, temperatures, wanted, lengths)
         return result
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     divisors = None if temperatures is None else temperatures[:, 1:, None]
@@ -76,10 +87,18 @@ def token_logprobs(
     if head is None:
         picked = _picked(model(input_ids=inputs, use_cache=False).logits, targets, divisors)
         return torch.nn.functional.pad(picked if wanted is None else picked * wanted[:, 1:], (1, 0))
-    hidden = _hidden_states(model, inputs)
     places = torch.ones_like(targets, dtype=torch.bool) if wanted is None else wanted[:, 1:]
-    parts = _in_parts(head, hidden[places], targets[places], None if divisors is None else divisors[places])
-    picked = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device).masked_scatter(places, parts)
+    if lengths is None:
+        hidden = _hidden_states(model, inputs)[places]
+    else:
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        computed = [length - 1 for length in lengths]
+        inside = positions < torch.tensor(computed, device=inputs.device)[:, None]
+        places = places & inside
+        packed = {"position_ids": positions[inside][None], "sequence_lengths": computed}
+        hidden = _hidden_states(model, inputs[inside][None], **packed)[0, places[inside]]
+    parts = _in_parts(head, hidden, targets[places], None if divisors is None else divisors[places])
+    picked = torch.zeros(targets.shape, dtype=torch.float32, device=inputs.device).masked_scatter(places, parts)
     return torch.nn.functional.pad(picked, (1, 0))
 
 
@@ -113,13 +132,15 @@ def _picked(logits: Tensor, targets: Tensor, divisors: Tensor | None) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
 
 
-def produces_nonfinite(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
-    """Whether logprobs of these tokens are not finite although all weights are finite.
+def produces_nonfinite(
+    model: Any, tokens: Tensor, temperatures: Tensor | None = None, lengths: Sequence[int] | None = None
+) -> bool:
+    """Whether logprobs of these tokens are not finite although all weights are finite; see `token_logprobs`.
 
     A weight that is not finite is reported by name when it is published.
     """
     with torch.no_grad():
-        well = token_logprobs(model, tokens, temperatures).isfinite().all()
+        well = token_logprobs(model, tokens, temperatures, lengths=lengths).isfinite().all()
         return not well and all(bool(_local(parameter).isfinite().all()) for parameter in model.parameters())
 
 
@@ -129,8 +150,11 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-def microbatches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences in batches of like length, each of at most `tokens` padded tokens (or one sequence)."""
+def padded_batches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
+    """Return the indices of sequences in batches of like length.
+
+    A batch has at most `tokens` tokens, padding included, or one sequence.
+    """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
@@ -203,8 +227,11 @@ class HeadNotCalled(Exception):
     """A model's forward pass does not call its output embedding as a module, once."""
 
 
-def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
-    """The hidden states that the model gives to its head, of shape (rows, tokens, hidden). Raises HeadNotCalled."""
+def _hidden_states(model: Any, tokens: Tensor, **packed: Any) -> Tensor:
+    """The hidden states that the model gives to its head, of shape (rows, tokens, hidden).
+
+    `packed`: the further arguments of a packed pass. Raises HeadNotCalled.
+    """
     captured: list[Tensor] = []
 
     def capture(hidden: Tensor) -> Tensor:
@@ -212,7 +239,7 @@ def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
         return hidden[..., :1]  # nobody uses these logits
 
     with _replaced(model.get_output_embeddings(), capture):
-        model(input_ids=tokens, use_cache=False)
+        model(input_ids=tokens, use_cache=False, **packed)
     if len(captured) != 1 or captured[0].shape[:2] != tokens.shape:
         raise HeadNotCalled
     return captured[0]

@@ -5,8 +5,8 @@ Keeps true
   evaluation mode (`policy`), so the ratio of an on-policy token is 1.
 - Samples of a group without advantages, or without sampled tokens, are not computed: their gradient is zero, and they
   are not part of any mean.
-- How sequences are packed into passes, and the passes spread over ranks, changes only time and memory, but for the
-  rounding of sums.
+- How sequences are put into passes, packed or padded, and passes spread over ranks, changes only time and memory, but
+  for the rounding of sums.
 - Every rank makes as many passes as the others, because a pass is a collective call: a rank without sequences left
   computes two tokens, whose gradient is zero.
 - No weight changes if an engine computes another policy: the logprobs of tokens that each worker sampled with the
@@ -39,7 +39,8 @@ from rose.workers.trainer.algorithms import (
     checked_loss,
 )
 from rose.workers.trainer.config import TrainerConfig
-from rose.workers.trainer.logprobs import microbatches, pad_rows, produces_nonfinite, token_logprobs
+from rose.workers.trainer.logprobs import pad_rows, padded_batches, produces_nonfinite, token_logprobs
+from rose.workers.trainer.packing import is_packed, packed_batches
 from rose.workers.trainer.ranks import ALONE, Ranks
 
 LEAST_COMPARED_TOKENS, LEAST_OF_WORKER, MOST_OF_WORKER = 16, 64, 256
@@ -189,16 +190,23 @@ def dry_run_policy(
     Tries one pass with the longest samples of these groups, since an overflow affects every sample.
     """
     samples = [sample for group in groups for sample in group if any(sample.loss_mask)]
-    longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=config.microbatch_tokens), [])
+    longest = next(_batches(model, samples, config), [])
     part = [samples[index] for index in longest]
-    return ranks.all_true(not (part and produces_nonfinite(model, *_inputs(part, ranks.device))))
+    return ranks.all_true(not (part and produces_nonfinite(model, **_inputs(model, part, ranks.device))))
 
 
-def _inputs(samples: Sequence[TrainingSample], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and temperatures of one pass, each of shape (rows, tokens)."""
+def _batches(model: Any, samples: Sequence[TrainingSample], config: TrainerConfig) -> Iterator[list[int]]:
+    """The indices of the samples of each pass."""
+    batches = packed_batches if is_packed(model) else padded_batches
+    return batches([len(sample.tokens) for sample in samples], tokens=config.microbatch_tokens)
+
+
+def _inputs(model: Any, samples: Sequence[TrainingSample], device: torch.device) -> dict[str, Any]:
+    """Arguments of `token_logprobs` for one pass: tokens and temperatures of shape (rows, tokens), and lengths."""
     tokens = pad_rows([sample.tokens for sample in samples], dtype=torch.long)
     temperatures = pad_rows([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
-    return tokens.to(device), temperatures.to(device)
+    lengths = [len(sample.tokens) for sample in samples] if is_packed(model) else None
+    return {"tokens": tokens.to(device), "temperatures": temperatures.to(device), "lengths": lengths}
 
 
 def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] | None:
@@ -274,7 +282,7 @@ def _differences(
 ) -> dict[str, list[float]]:
     """Return the finite absolute differences of the logprobs of sampled tokens, in nats, by worker."""
     found: dict[str, list[float]] = {}
-    for indices in _passes([len(sample.tokens) for sample in chosen], config, ranks):
+    for indices in _passes(model, chosen, config, ranks):
         part = [chosen[index] for index in indices]
         mask = pad_rows([sample.loss_mask for sample in part] or [[0, 0]], dtype=torch.bool)
         with torch.no_grad():
@@ -291,9 +299,9 @@ def _differences(
     return together
 
 
-def _passes(lengths: Sequence[int], config: TrainerConfig, ranks: Ranks) -> Iterator[list[int]]:
-    """This rank's share of the microbatches of sequences of these lengths: as many on all ranks, some may be empty."""
-    batches = list(microbatches(lengths, tokens=config.microbatch_tokens))
+def _passes(model: Any, samples: Sequence[TrainingSample], config: TrainerConfig, ranks: Ranks) -> Iterator[list[int]]:
+    """The indices of the samples of each pass of this rank: as many passes on all ranks, some of them empty."""
+    batches = list(_batches(model, samples, config))
     for first in range(0, len(batches), ranks.size):
         mine = first + ranks.rank
         yield batches[mine] if mine < len(batches) else []
@@ -303,7 +311,7 @@ def _pass_logprobs(model: Any, samples: Sequence[TrainingSample], mask: Tensor, 
     """Logprobs of the tokens in `mask`, of shape (rows, tokens); two zeros for a pass without samples."""
     if not samples:
         return token_logprobs(model, torch.zeros((1, 2), dtype=torch.long, device=device)) * 0.0
-    return token_logprobs(model, *_inputs(samples, device), mask.to(device))
+    return token_logprobs(model, **_inputs(model, samples, device), wanted=mask.to(device))
 
 
 def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig, ranks: Ranks) -> _Sums:
@@ -314,7 +322,7 @@ def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: T
     sums = _Sums()
     tokens = sum(sum(row.sample.loss_mask) for row in rows)
     fault: Exception | None = None
-    for indices in _passes([len(row.sample.tokens) for row in rows], config, ranks):
+    for indices in _passes(model, [row.sample for row in rows], config, ranks):
         part = [rows[index] for index in indices]
         mask = pad_rows([row.sample.loss_mask for row in part] or [[0, 0]], dtype=torch.bool)
         logprobs = _pass_logprobs(model, [row.sample for row in part], mask, ranks.device)
