@@ -20,11 +20,10 @@ from rose.pipeline.routing.cell_session import CellSession, RouterContext
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.membership import CellOwnership, OwnershipLost, RouterMembership
 from rose.pipeline.routing.metrics import export_metrics
-from rose.topics.errors import BusError, TopicMissing
+from rose.topics.errors import BusError, RetryPolicy, TopicMissing
 from rose.topics.health import HEALTH
 from rose.topics.reader import Reader
 from rose.topics.records import Item
-from rose.topics.retry import RetryPolicy
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 

@@ -9,9 +9,8 @@ import pytest
 from confluent_kafka import KafkaError
 
 from rose.topics.catalog import PROMPTS
-from rose.topics.errors import BusError, TopicMissing
+from rose.topics.errors import CALM_SECONDS, MISSING_SECONDS, BusError, TopicMissing
 from rose.topics.records import Place
-from rose.topics.retry import CALM_SECONDS, MISSING_SECONDS
 from rose.topics.settings import BusSettings
 from rose.workers.environments import membership
 from rose.workers.environments.log_cleaner import EVERY_SECONDS, SOON_SECONDS, LogCleaner

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.topics.backoff import Backoff
-from rose.topics.errors import BusError, TopicMissing, is_transient
-from rose.topics.retry import CALM_SECONDS, MISSING_SECONDS, RetryPolicy
+from rose.topics.errors import CALM_SECONDS, MISSING_SECONDS, BusError, RetryPolicy, TopicMissing, is_transient
 
 FIRST, LONGEST, RESET = 0.5, 6.0, 20.0
 

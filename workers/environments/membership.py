@@ -19,12 +19,11 @@ from confluent_kafka.admin import AdminClient
 
 from rose.schemas.errors import RoseError, ThreadRefused
 from rose.topics.catalog import COMPLETED, PROMPTS
-from rose.topics.errors import BusError, TopicMissing
+from rose.topics.errors import BusError, RetryPolicy, TopicMissing
 from rose.topics.log_reader import FetchStalled
 from rose.topics.queries import WATERMARKS_ATTEMPT_SECONDS, group_members, partition_count
 from rose.topics.reader import Reader
 from rose.topics.records import Item, Place
-from rose.topics.retry import RetryPolicy
 from rose.topics.settings import (
     CLIENT_PREFIX,
     DEFAULT_SESSION_MILLISECONDS,
