@@ -22,12 +22,11 @@ from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.router import Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.schemas.arrays import pack_tokens
-from rose.schemas.contexts import ContextMissing, context_fields
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.limits import MAX_CHAIN
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
-from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.turns import ContextMissing, TurnDispatch, TurnRequest, context_fields
 from rose.schemas.wire import encode, headers_of
 from rose.topics.catalog import REQUESTED
 from rose.topics.settings import BusSettings

@@ -13,12 +13,11 @@ from zlib import crc32
 from rose.pipeline.routing.router import Decision, Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.schemas.arrays import count as token_count
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
-from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, held_hash
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, context_fields, held_hash
 
 Event = tuple[float, Record | ReceivedRequest]
 """Time and content of one input of the router."""

@@ -34,9 +34,8 @@ from bench.policies import POLICIES, Policy
 from bench.sessions import Session, Turn, Workload, demo, mooncake, reusable
 from rose.pipeline.routing.router import Decision, Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
-from rose.schemas.contexts import context_fields
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import TurnDispatch, TurnKey, TurnRequest
+from rose.schemas.turns import TurnDispatch, TurnKey, TurnRequest, context_fields
 
 HEARTBEAT_SECONDS = 0.2
 PATIENCE_SECONDS = 1e6

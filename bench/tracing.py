@@ -15,14 +15,14 @@ from typing import Any
 from bench.broker import scratch_broker
 from bench.check import Check, options, tell
 from rose.schemas.arrays import pack_tokens
-from rose.schemas.contexts import context_fields
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
-from rose.schemas.turns import TurnRequest
+from rose.schemas.turns import TurnRequest, context_fields
 from rose.schemas.wire import EncodedRecord, encoded, headers_of
-from rose.topics import counts, tracing
+from rose.topics import tracing
 from rose.topics.admin import create_topics
 from rose.topics.catalog import REQUESTED, Partitions, Topic
+from rose.topics.metrics import WRITTEN, counter_of
 from rose.topics.writer import Writer
 from tests.support.otlp_collector import collector
 
@@ -57,7 +57,7 @@ class Blind(Writer):
             partition,
             own_headers,
             on_delivery,
-            counts.written(topic),
+            counter_of(WRITTEN, topic),
         )
 
 

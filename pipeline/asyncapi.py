@@ -22,7 +22,7 @@ from rose.schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
 from rose.schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
 from rose.topics.admin import expected_settings
 from rose.topics.catalog import CATALOG, DEAD_LETTERS, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
-from rose.topics.dead_letter_headers import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
+from rose.topics.dead_letters import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
 
 Schema = dict[str, Any]
 

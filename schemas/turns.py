@@ -1,6 +1,8 @@
 """One turn of a trajectory: asked for, dispatched, completed.
 
-Keeps true: (trajectory, turn, attempt) names one execution, and a result is applied once per (trajectory, turn).
+Keeps true
+- (trajectory, turn, attempt) names one execution, and a result is applied once per (trajectory, turn).
+- An assembled context has the length and the digest of its request; any other case is a `ContextMissing`.
 """
 
 import hashlib
@@ -8,12 +10,13 @@ from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, ClassVar, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self, TypedDict
 
 import msgspec
 from msgspec import Meta
 
 from rose.schemas.arrays import ITEM_BYTES, count
+from rose.schemas.errors import RoseError
 from rose.schemas.limits import (
     MAX_CHAIN,
     MAX_CONTEXT_TOKENS,
@@ -95,7 +98,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     context_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)]
     """Number of all tokens so far: observations and sampled tokens."""
     digest: Digest
-    """Digest of the whole context (`contexts.context_digest`)."""
+    """Digest of the whole context (`context_digest`)."""
     chain: Annotated[tuple[Count, ...], Meta(max_length=MAX_CHAIN)] = ()
     """Offsets, in the home's requests, of the requests that it appends to: the anchor first, the previous request
     last."""
@@ -121,6 +124,64 @@ class TurnRequest(Record, frozen=True, kw_only=True):
         if any(later <= earlier for earlier, later in pairwise(self.chain)):
             return "its chain goes back"
         return None
+
+
+class ContextMissing(RoseError):
+    """A context cannot be assembled from these requests. A new request with an anchor mends that."""
+
+
+class ContextFields(TypedDict):
+    """Fields of a request that describe its context."""
+
+    appended: bytes
+    context_tokens: int
+    digest: bytes
+    chain: tuple[int, ...]
+
+
+def context_fields(context: bytes, chain: tuple[int, ...] = (), *, known_tokens: int = 0) -> ContextFields:
+    """Return the context fields of a request.
+
+    `context`: the whole context, packed. `chain`: offsets of the requests that the request goes on from. These have
+    appended the first `known_tokens` tokens.
+    """
+    return {
+        "appended": context[ITEM_BYTES * known_tokens :],
+        "context_tokens": count(context),
+        "digest": context_digest(context),
+        "chain": chain,
+    }
+
+
+def context_digest(context: bytes) -> bytes:
+    """Return the digest of a packed context: 16 bytes of BLAKE2b."""
+    return hashlib.blake2b(context, digest_size=16).digest()
+
+
+def matches_context(request: TurnRequest, context: bytes) -> bool:
+    """Whether these packed tokens are the context of the request."""
+    return len(context) == ITEM_BYTES * request.context_tokens and context_digest(context) == request.digest
+
+
+def assemble_context(request: TurnRequest, requests: Mapping[int, TurnRequest]) -> bytes:
+    """Return the packed context of a request.
+
+    `requests`: the requests of its chain, by offset. Raises ContextMissing.
+    """
+    parts = []
+    for offset in request.chain:
+        link = requests.get(offset)
+        if link is None or link.trajectory_id != request.trajectory_id:
+            raise ContextMissing(
+                f"the request at offset {offset}, which turn {request.turn} goes on from, is not on the log"
+            )
+        parts.append(link.appended)
+    context = b"".join((*parts, request.appended))
+    if not matches_context(request, context):
+        raise ContextMissing(
+            f"the requests that turn {request.turn} goes on from are not its {request.context_tokens} tokens"
+        )
+    return context
 
 
 class Part(SampledTokens, frozen=True, kw_only=True):

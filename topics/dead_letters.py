@@ -1,9 +1,13 @@
-"""Reads dead letters, with reason and origin, and sends corrected messages back to their topics.
+"""Dead letters: messages that their readers refuse, with reason and origin in headers. `topics/writer.py` writes them.
 
 Keeps true
+- A message's own headers are kept: the headers of a dead letter have a prefix of their own.
+- Headers with this prefix in a message come from an earlier dead letter that was forwarded whole. They are dropped,
+  because they do not concern the new dead letter.
+- A dead letter holds only the beginning of a message that is larger than a topic accepts without compression, and its
+  reason says so.
 - A dead letter that was written twice is returned once.
 - Queries for origins, counts and reasons keep no message in memory.
-- A message that is sent back and the note about it are written in one transaction.
 """
 
 from collections import Counter
@@ -13,21 +17,37 @@ from typing import TypeVar
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from rose.topics.catalog import DEAD_LETTERS_TRANSACTIONAL_ID, Topic
-from rose.topics.dead_letter_headers import (
-    KEY,
-    MAX_KEY_BYTES,
-    MAX_REASON_CHARACTERS,
-    OFFSET,
-    PARTITION,
-    REASON,
-    SENT_BACK,
-    from_dead_letter,
-)
+from rose.topics.catalog import MAX_MESSAGE_BYTES, Topic
 from rose.topics.log_reader import NamedPlace, read_messages
 from rose.topics.queries import noop
-from rose.topics.records import InvalidMessage, RawMessage
+from rose.topics.records import Envelope, InvalidMessage, RawMessage
 from rose.topics.settings import BusSettings
+
+HEADER_PREFIX = "rose-letter-"
+"""Prefix of the headers that belong to the dead letter and not to its message."""
+
+REASON = f"{HEADER_PREFIX}reason"
+TOPIC = f"{HEADER_PREFIX}topic"
+"""The topic's name on the broker."""
+PARTITION = f"{HEADER_PREFIX}partition"
+OFFSET = f"{HEADER_PREFIX}offset"
+KEY = f"{HEADER_PREFIX}key"
+"""The message's key in its own topic; the key of the dead letter is the message's place. Absent without a key."""
+
+ORIGIN = (REASON, TOPIC, PARTITION, OFFSET)
+"""Headers of every dead letter."""
+
+SENT_BACK = f"{HEADER_PREFIX}sent-back"
+"""Header, with an empty value, of a copy of the dead letter that notes that its message was sent back."""
+
+MAX_REASON_CHARACTERS = 1_000
+"""Longest reason; the rest is cut off."""
+
+MAX_VALUE_BYTES = 512 * 1024
+"""Bytes that are kept of the value of a message that is too large."""
+
+MAX_KEY_BYTES = 1024
+"""Bytes that are kept of the key of a message that is too large."""
 
 UNKNOWN_ORIGIN = -1
 """Partition and offset of a dead letter without valid origin headers, written by another program."""
@@ -37,6 +57,45 @@ NUMBER_DIGITS = 19
 
 PREFETCH_SETTINGS = {"fetch.message.max.bytes": 64 * 1024, "queued.max.messages.kbytes": 8 * 1024}
 """Small fetches: librdkafka decompresses a fetch whole, and an invalid message may grow by a factor of hundreds."""
+
+
+def to_dead_letter(
+    message: Envelope | InvalidMessage, reason: str, *, topic: str, sent_back: bool = False
+) -> RawMessage:
+    """The dead letter of this message. Its key is the message's place, so duplicates count once.
+
+    `topic`: the topic's name on the broker. `sent_back`: whether to add the header SENT_BACK.
+    """
+    raw = message.raw
+    if raw.size > MAX_MESSAGE_BYTES:
+        reason = f"(its beginning; {raw.size} bytes lie there) {reason}"
+        raw = _truncated(raw)
+    reason_bytes = (
+        reason[:MAX_REASON_CHARACTERS].encode(errors="replace"),
+        topic.encode(),
+        b"%d" % message.partition,
+        b"%d" % message.offset,
+    )
+    key = [(KEY, raw.key)] if raw.key is not None else []
+    headers = (
+        *from_dead_letter(raw).headers,
+        *zip(ORIGIN, reason_bytes, strict=True),
+        *key,
+        *[(SENT_BACK, b"")] * sent_back,
+    )
+    return RawMessage(f"{topic}/{message.partition}/{message.offset}".encode(), raw.value, headers)
+
+
+def from_dead_letter(letter: RawMessage) -> RawMessage:
+    """The original message of a dead letter, with its own key and headers."""
+    own = tuple(header for header in letter.headers if not header[0].startswith(HEADER_PREFIX))
+    return RawMessage(dict(letter.headers).get(KEY), letter.value, own)
+
+
+def _truncated(raw: RawMessage) -> RawMessage:
+    """The beginning of a message that is too large without compression: topics limit the compressed bytes only."""
+    key, value = raw.key, raw.value
+    return RawMessage(None if key is None else key[:MAX_KEY_BYTES], None if value is None else value[:MAX_VALUE_BYTES])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,20 +211,6 @@ def read_dead_letters(
     """
     letters = (_dead_letter_of(*found) for found in _stored_copies(settings, topics, client_id))
     return _deduplicated(letter for letter in letters if selects(letter))
-
-
-def resend(settings: BusSettings, dead_letter: DeadLetter, mended: RawMessage, *, partition: int) -> None:
-    """Write `mended` to the dead letter's topic, and a copy of the dead letter that notes it. Raises BusError."""
-    from rose.topics.writer import Writer  # imported here, because programs that read dead letters need no writer
-
-    writer = Writer(settings, "rose-letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
-    writer.begin()
-    writer.forward(dead_letter.topic, mended, partition=partition, key=mended.key)
-    noted = InvalidMessage(
-        dead_letter.topic, dead_letter.partition, dead_letter.offset, dead_letter.raw, dead_letter.reason
-    )
-    writer.dead_letter(noted, dead_letter.reason, sent_back=True)
-    writer.commit()
 
 
 B = TypeVar("B", bound=DeadLetterInfo)

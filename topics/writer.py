@@ -22,15 +22,17 @@ from typing import Any
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from prometheus_client import Counter
 
 from rose.schemas.errors import ThreadRefused
 from rose.schemas.record import Record
 from rose.schemas.wire import EncodedRecord, encoded, headers_of
-from rose.topics import counts, tracing
+from rose.topics import tracing
 from rose.topics.admin import connect
-from rose.topics.catalog import PROMPTS, Topic
-from rose.topics.dead_letter_headers import to_dead_letter
+from rose.topics.catalog import DEAD_LETTERS_TRANSACTIONAL_ID, PROMPTS, Topic
+from rose.topics.dead_letters import DeadLetter, to_dead_letter
 from rose.topics.errors import REJECTED_RECORD_CODES, BusError
+from rose.topics.metrics import DEAD_LETTERS, WRITTEN, counter_of
 from rose.topics.processes import start_thread
 from rose.topics.queries import noop, partition_count
 from rose.topics.reader import Reader
@@ -135,19 +137,21 @@ class Writer:
         message_headers = [*headers_of(ready.record, trajectory_id), *(headers or {}).items()]
         if tracing.exporter is not None and trajectory_id is not None:
             tracing.exporter.on_written(ready.record, name)
-        self._produce(name, key.encode(), ready.wire, partition, message_headers, on_delivery, counts.written(topic))
+        self._produce(
+            name, key.encode(), ready.wire, partition, message_headers, on_delivery, counter_of(WRITTEN, topic)
+        )
 
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
     ) -> None:
         """Write a tombstone, which deletes the key."""
         self._produce(
-            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counts.written(topic)
+            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counter_of(WRITTEN, topic)
         )
 
     def forward(self, topic: Topic, raw: RawMessage, *, partition: int, key: bytes | None) -> None:
         """Write a message unchanged to another partition, under this key."""
-        headers, counted = list(raw.headers), counts.written(topic)
+        headers, counted = list(raw.headers), counter_of(WRITTEN, topic)
         self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, counted)
 
     def dead_letter(
@@ -160,10 +164,11 @@ class Writer:
     ) -> None:
         """Write an unusable message to its topic's dead letter queue, with reason and origin in headers.
 
-        `sent_back`: whether to note that the message was sent back. See `topics/dead_letter_headers.py`.
+        `sent_back`: whether to note that the message was sent back. See `topics/dead_letters.py`.
         """
         letter = to_dead_letter(message, reason, topic=self._settings.topic(message.topic), sent_back=sent_back)
-        name, counted = f"{self._settings.namespace}{message.topic.dead_letters}", counts.dead_letters(message.topic)
+        name = f"{self._settings.namespace}{message.topic.dead_letters}"
+        counted = counter_of(DEAD_LETTERS, message.topic)
         self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, counted)
 
     def partition_count(self, topic: Topic) -> int:
@@ -356,7 +361,7 @@ class Writer:
         partition: int | None,
         headers: list[tuple[str, bytes]],
         on_delivery: Callable[[int, int], None] | None,
-        counted: counts.Count,
+        counted: Counter,
     ) -> None:
         def delivered(error: KafkaError | None, message: Message) -> None:
             if error is not None:
@@ -439,3 +444,15 @@ def _free(last: list[Producer]) -> None:
             with suppress(KafkaException):
                 last[0].poll(0)
     last.clear()
+
+
+def resend(settings: BusSettings, dead_letter: DeadLetter, mended: RawMessage, *, partition: int) -> None:
+    """Write `mended` to the dead letter's topic, and a copy that notes it, in one transaction. Raises BusError."""
+    writer = Writer(settings, "rose-letters", transactional_id=DEAD_LETTERS_TRANSACTIONAL_ID)
+    writer.begin()
+    writer.forward(dead_letter.topic, mended, partition=partition, key=mended.key)
+    noted = InvalidMessage(
+        dead_letter.topic, dead_letter.partition, dead_letter.offset, dead_letter.raw, dead_letter.reason
+    )
+    writer.dead_letter(noted, dead_letter.reason, sent_back=True)
+    writer.commit()

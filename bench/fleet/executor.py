@@ -27,10 +27,9 @@ import msgspec
 from bench.fleet.engine import VERSION, Engine, Lengths, Rates, sampled_of
 from bench.fleet.users import Step
 from rose.schemas.arrays import ITEM_BYTES, count
-from rose.schemas.contexts import ContextMissing
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import MAX_HELD_TURNS, TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
-from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
+from rose.schemas.turns import ContextMissing, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
 from rose.workers.executor.ipc.messages import (

@@ -31,10 +31,9 @@ from bench.fleet.engine import Lengths
 from bench.fleet.executor import ContextRequest, ExecutorSpec, FleetExecutor, Note, Output, ReturnedTurns
 from bench.fleet.users import ServingRates, Step, Users, users_of
 from rose.pipeline.process_setup import stop_on_signals
-from rose.schemas.contexts import ContextMissing
 from rose.schemas.grants import CapacityGrant, GrantSource, parse_grant_key
 from rose.schemas.heartbeats import SlackHeartbeat
-from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnOutcome, TurnResult
+from rose.schemas.turns import FENCING_KEY, ContextMissing, TurnDispatch, TurnOutcome, TurnResult
 from rose.topics.catalog import COMPLETED, DISPATCHED, GRANTS, HEARTBEATS
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, Item

@@ -28,10 +28,11 @@ from rose.schemas.record import Record
 from rose.schemas.wire import SCHEMA_HEADER, decode, reject_duplicate_keys
 from rose.topics.acl import OPERATOR, VIEW, connect_as
 from rose.topics.catalog import DEAD_LETTER_SOURCES, PROMPTS, Topic, home_partition
-from rose.topics.dead_letters import UNKNOWN_ORIGIN, DeadLetter, read_dead_letter_infos, read_dead_letters, resend
+from rose.topics.dead_letters import UNKNOWN_ORIGIN, DeadLetter, read_dead_letter_infos, read_dead_letters
 from rose.topics.reader import Reader
 from rose.topics.records import RawMessage
 from rose.topics.settings import BusSettings
+from rose.topics.writer import resend
 
 SHOWN_BYTES = 4_096
 """Maximum number of bytes that are shown of a value that is not a record."""

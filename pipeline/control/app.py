@@ -11,15 +11,16 @@ Keeps true
   equivalent in Faust is refused by name, so encryption or a check that was asked for is never left out. Settings that
   do not concern security apply to librdkafka's clients only.
 
-The core decides; the app decides nothing.
+The core decides; the app decides nothing. `GrantLog` outlives the apps of a process and feeds them the grants.
 """
 
+import queue
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import faust
 import structlog
@@ -31,17 +32,17 @@ from faust.web import Request, Response, View
 from faust.web.base import BlueprintManager
 
 from rose.pipeline.control.elasticity import ElasticityCore
-from rose.pipeline.control.grants import GrantLog
 from rose.pipeline.control.page import State, page_of, state_of
 from rose.schemas.cells import CellSummary
-from rose.schemas.errors import RecordError, UsageError
-from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
+from rose.schemas.errors import RecordError, RoseError, UsageError
+from rose.schemas.grants import CapacityGrant, GrantSource, grant_key, parse_grant_key
 from rose.schemas.wire import decode
-from rose.topics import counts
 from rose.topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
 from rose.topics.health import HEALTH
-from rose.topics.records import InvalidMessage, RawMessage
+from rose.topics.metrics import READ, counter_of
+from rose.topics.records import Envelope, InvalidMessage, RawMessage
 from rose.topics.settings import BusSettings
+from rose.topics.table_follower import TableFollower
 from rose.topics.writer import Writer
 
 TICK_SECONDS = 1.0
@@ -55,6 +56,49 @@ MAX_BACKLOG_SUMMARIES = 2
 
 SHOWN_DECISIONS = 50
 """Decisions on the page."""
+
+
+class GrantUpdate(NamedTuple):
+    """The newest grant of a worker from one source; None if it was deleted."""
+
+    worker: str
+    grant: CapacityGrant | None
+    source: GrantSource
+
+
+class GrantLog:
+    """Follows the grants topic on a thread from construction to `stop`; `take_updates` returns the changes.
+
+    The topic is read from its beginning, without a consumer group.
+    """
+
+    def __init__(self, settings: BusSettings, name: str) -> None:
+        self._updates: queue.SimpleQueue[GrantUpdate] = queue.SimpleQueue()
+        self._follower = TableFollower(settings, GRANTS, f"{name}-grants", self._on_record)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all grants from before the start have been read."""
+        return self._follower.is_caught_up.is_set()
+
+    @property
+    def failure(self) -> RoseError | None:
+        """The permanent error that keeps the thread from reading; None if there is none."""
+        return self._follower.failure
+
+    def take_updates(self) -> list[GrantUpdate]:
+        """The updates since the last call, in order."""
+        return [self._updates.get() for _ in range(self._updates.qsize())]
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._follower.stop()
+
+    def _on_record(self, item: Envelope, _caught_up: bool) -> None:
+        grant = item.record if isinstance(item.record, CapacityGrant) else None
+        worker, source = parse_grant_key(item.key)
+        if source is not None:
+            self._updates.put(GrantUpdate(worker, grant, source))
 
 
 class _Boot(BootStrategy):
@@ -163,7 +207,7 @@ class ControlApp:
             )
             self._writer.dead_letter(invalid, str(error))
             return
-        counts.read(SUMMARIES).inc()
+        counter_of(READ, SUMMARIES).inc()
         backlog = self.faust.consumer.highwater(message.tp) - 1 - message.offset
         if backlog < MAX_BACKLOG_SUMMARIES * summary.cells:
             self._core.on_summary(summary, self._clock())

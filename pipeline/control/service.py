@@ -14,7 +14,6 @@ from confluent_kafka import KafkaError
 from rose.pipeline.clock import steady_clock
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
-from rose.pipeline.control.grants import GrantLog
 from rose.pipeline.control.metrics import export_metrics
 from rose.schemas.errors import UsageError
 from rose.topics.acl import CONTROL, check_group_rights
@@ -23,8 +22,8 @@ from rose.topics.errors import BusError, is_permanent
 from rose.topics.health import HEALTH
 from rose.topics.settings import BusSettings
 
-if TYPE_CHECKING:
-    from rose.pipeline.control.app import ControlApp
+if TYPE_CHECKING:  # imports Faust, which may not be installed
+    from rose.pipeline.control.app import ControlApp, GrantLog
 
 POLL_SECONDS = 0.1
 """Time between two checks whether to stop."""
@@ -45,6 +44,11 @@ def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Ev
     `job`: `namespace:run`. The leases of its grants end by themselves after the end of the control app. Raises
     RoseError for permanent errors.
     """
+    try:
+        from rose.pipeline.control.app import GrantLog
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'rose-rollouts[control]'") from None
+
     control, clock = ElasticityCore(config, job), steady_clock()
     grants = GrantLog(settings, name)
     try:
@@ -55,12 +59,9 @@ def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Ev
 
 
 async def _run(
-    settings: BusSettings, core: ElasticityCore, grants: GrantLog, clock: Callable[[], float], stop: Event, name: str
+    settings: BusSettings, core: ElasticityCore, grants: "GrantLog", clock: Callable[[], float], stop: Event, name: str
 ) -> None:
-    try:
-        from rose.pipeline.control.app import ControlApp
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{error.name} is not installed: pip install 'rose-rollouts[control]'") from None
+    from rose.pipeline.control.app import ControlApp
 
     log = structlog.get_logger("control").bind(control=name)
     while not stop.is_set():

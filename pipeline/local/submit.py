@@ -152,7 +152,7 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
 
 def settled_groups(metrics: Path) -> frozenset[str]:
     """Return the ids of the groups that the steps of a run's `metrics.jsonl` have settled. Raises UsageError."""
-    from rose.workers.trainer.step_log import decode_line
+    from rose.workers.trainer.metrics import decode_line
 
     try:
         lines = metrics.read_bytes().splitlines()

@@ -1,7 +1,16 @@
-"""Writes the report of a run: `summary.json`, `report.html`, and the main figures on the terminal."""
+"""Writes the report of a run: `summary.json`, `report.html`, and the main figures on the terminal.
 
+Keeps true
+- `report.html` is one self-contained file, including plotly's script. The page loads nothing.
+- Plotly and jinja2 are imported only when the page is made.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from time import time
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -9,13 +18,19 @@ from rich.table import Table
 
 from rose.pipeline.audit import audit_log
 from rose.pipeline.config.load import RESOLVED, Config, without_secrets
-from rose.pipeline.report.history import read_history
-from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
-from rose.pipeline.report.summary import RunMetadata, Summary, summarise
+from rose.pipeline.report.history import RunHistory, read_history
+from rose.pipeline.report.lending_statistics import (
+    LatencyBudgets,
+    LendingSecond,
+    lending_sentence,
+    seconds_of_lending,
+    summarise_lending,
+)
+from rose.pipeline.report.summary import RunMetadata, Success, Summary, summarise
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.requests import read_request_log
-from rose.workers.trainer.step_log import read_step_log
+from rose.workers.trainer.metrics import read_step_log
 
 SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"
 """Names of files in a run's folder."""
@@ -23,8 +38,6 @@ SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"
 
 def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> Summary:
     """Compute the figures from the log and write the files of the report. Raises TopicMissing or BusError."""
-    from rose.pipeline.report.page import report_html
-
     history, promise = read_history(settings), config.settings.lender.promise
     served = read_request_log(config.run_folder)
     rows = seconds_of_lending(history, served, now=time())
@@ -89,3 +102,107 @@ def print_summary(console: Console, summary: Summary, folder: Path) -> None:
     table.add_row("took", f"{summary.seconds:.0f} s on {summary.broker}")
     table.add_row("report", str(folder / REPORT))
     console.print(table, highlight=False, soft_wrap=True)
+
+
+def report_html(
+    summary: Summary,
+    history: RunHistory,
+    *,
+    configuration: str,
+    steps: Sequence[Mapping[str, Any]] = (),
+    rows: Sequence[LendingSecond] = (),
+) -> str:
+    """Return the report as HTML.
+
+    `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`, `rows` those of
+    `moments.jsonl`.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from plotly.io import to_html
+    from plotly.offline import get_plotlyjs
+
+    from rose.pipeline.report import charts
+
+    drawn = {
+        "lending": charts.lending_chart(rows, summary.lending.promised) if summary.lending else None,
+        "learning": charts.learning_curve(history, summary.success),
+        "turns": charts.trajectory_turns(history),
+        "occupancy": charts.occupancy(history),
+        "timeline": charts.timeline(history),
+        "latency": charts.latency(history),
+        "cache": charts.prefix_cache(history),
+        "steps": charts.step_seconds(steps),
+    }
+    pictures = {
+        name: to_html(
+            figure,
+            full_html=False,
+            include_plotlyjs=False,
+            div_id=name,
+            config={"displayModeBar": False, "responsive": True},
+        )
+        for name, figure in drawn.items()
+        if figure is not None
+    }
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters.update(number=_number, duration=_duration, milliseconds=_milliseconds, size=_size, percent=_percent)
+    template = page.from_string((files("rose.pipeline.report") / "report.html.j2").read_text(encoding="utf-8"))
+    return template.render(
+        summary=summary,
+        headline=headline(summary.success),
+        law=conservation_sentence(summary),
+        lent=lending_sentence(summary.lending) if summary.lending else None,
+        pictures=pictures,
+        configuration=configuration,
+        plotly=get_plotlyjs(),
+        date=datetime.fromtimestamp(summary.started_at, UTC).strftime("%-d %B %Y, %H:%M UTC"),
+    )
+
+
+def headline(success: Success) -> str:
+    """Return the held-out result of the run in one sentence."""
+    match success:
+        case Success(before=float(before), after=float(after)):
+            return f"Held-out success went from {_percent(before)} to {_percent(after)} on {success.n} fixed tasks."
+        case Success(after=float(after)):
+            return f"Held-out success was {_percent(after)} on {success.n} fixed tasks."
+        case _:
+            return "Held-out success was not measured."
+
+
+def conservation_sentence(summary: Summary) -> str:
+    """Return the conservation law with its numbers in one sentence."""
+    terms = summary.trajectories
+    ends = ", ".join(
+        f"{_number(count)} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested" and count
+    )
+    verdict = "none was lost and none counted twice"
+    if summary.lost or summary.doubled:
+        verdict = f"{summary.lost} were lost and {summary.doubled} counted twice"
+    return (
+        f"Of {_number(terms['requested'])} requested trajectories, each has one end: {ends or 'none yet'}; {verdict}."
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.1f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    if milliseconds >= 1000:
+        return f"{seconds:.2f} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def _size(value: int) -> str:
+    return f"{value / 2**20:,.1f} MiB" if value < 2**30 else f"{value / 2**30:,.2f} GiB"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -4,7 +4,6 @@ import msgspec
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.cells import CellSummary, ExecutorLine
-from rose.schemas.contexts import context_fields
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import ExecutorState, Hardware, RoleBegun, SlackHeartbeat, Tenant, WorkerClass
 from rose.schemas.progress import Applied, EnvSnapshot, Group, GroupState, SettleRequest, TrajectoryProgress
@@ -12,7 +11,16 @@ from rose.schemas.prompts import Prompt, PromptSampling, Sampling
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
-from rose.schemas.turns import Part, PlacementCost, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
+from rose.schemas.turns import (
+    Part,
+    PlacementCost,
+    TurnDispatch,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    TurnTimes,
+    context_fields,
+)
 from rose.schemas.weights import ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from rose.schemas.wire import encode
 

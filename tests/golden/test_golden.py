@@ -9,10 +9,9 @@ import msgspec
 import pytest
 from msgspec import inspect as types
 
-from rose.schemas.contexts import context_digest
 from rose.schemas.prompts import Prompt, PromptSampling
 from rose.schemas.record import Record
-from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.turns import TurnDispatch, TurnRequest, context_digest
 from rose.schemas.wire import RECORDS, decode, encode
 from rose.workers.environments import trajectory
 from rose.workers.weights import layout

@@ -17,8 +17,7 @@ from rose.schemas.prompts import Prompt
 from rose.schemas.wire import encode
 from rose.topics.admin import delete_before
 from rose.topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS, Retention
-from rose.topics.dead_letter_headers import MAX_REASON_CHARACTERS, MAX_VALUE_BYTES
-from rose.topics.dead_letters import dead_lettered_places, read_dead_letters
+from rose.topics.dead_letters import MAX_REASON_CHARACTERS, MAX_VALUE_BYTES, dead_lettered_places, read_dead_letters
 from rose.topics.errors import TopicMissing
 from rose.topics.log_reader import SEARCH_RECORDS, RecordFetch, RecordSearch, await_transactions, read_to_end
 from rose.topics.reader import Reader

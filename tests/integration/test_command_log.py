@@ -19,8 +19,7 @@ from rose.schemas.samples import Outcome, Sample
 from rose.schemas.wire import SCHEMA_HEADER
 from rose.topics.admin import connect
 from rose.topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
-from rose.topics.dead_letter_headers import OFFSET, PARTITION
-from rose.topics.dead_letters import dead_lettered_places, read_dead_letters
+from rose.topics.dead_letters import OFFSET, PARTITION, dead_lettered_places, read_dead_letters
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, RawMessage

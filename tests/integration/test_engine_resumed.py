@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from rose.schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
-from rose.schemas.contexts import context_fields
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import Part, TurnDispatch
+from rose.schemas.turns import Part, TurnDispatch, context_fields
 from rose.workers.executor.records import concatenate_parts, remaining_sampling, resumed_context
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.model_runner import seed_at

@@ -12,11 +12,10 @@ import pytest
 
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
 from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import VersionSpan
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, context_fields
 from rose.topics.admin import create_topics
 from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
 from rose.topics.reader import Reader

@@ -62,14 +62,14 @@ from rose.topics.catalog import (
     Topic,
 )
 from rose.topics.catalog import home_partition as home_of_group
-from rose.topics.dead_letters import read_dead_letters, resend
+from rose.topics.dead_letters import read_dead_letters
 from rose.topics.errors import AuthenticationFailed
 from rose.topics.local_broker import free_ports
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.settings import PREFIX, BusSettings
-from rose.topics.writer import Writer
+from rose.topics.writer import Writer, resend
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.main import run_environment_worker

@@ -25,7 +25,7 @@ from rose.topics.settings import BusSettings
 from rose.workers.trainer.checkpoint import CheckpointRefused
 from rose.workers.trainer.loop import Trainer, TrainerFenced
 from rose.workers.trainer.main import run_trainer
-from rose.workers.trainer.step_log import STEP_LOG, read_step_log
+from rose.workers.trainer.metrics import STEP_LOG, read_step_log
 from rose.workers.weights.checks import check_manifest
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.model_folder import folder_shapes

@@ -19,7 +19,7 @@ from rose.schemas.samples import Outcome, Sample
 from rose.topics.settings import BusSettings
 from rose.workers.trainer.loop import Trainer
 from rose.workers.trainer.main import run_trainer
-from rose.workers.trainer.step_log import read_step_log
+from rose.workers.trainer.metrics import read_step_log
 from rose.workers.weights.config import WeightsConfig
 from tests.support.brokers import AnyBroker, any_broker, kafka_first
 from tests.support.trainer_fixtures import (

@@ -21,8 +21,8 @@ from rose.topics.settings import BusSettings
 from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.main import run_trainer
+from rose.workers.trainer.metrics import read_step_log
 from rose.workers.trainer.replica import Replica
-from rose.workers.trainer.step_log import read_step_log
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.receive import WeightReceiver
 from rose.workers.weights.trust import make_trust

@@ -12,7 +12,7 @@ from rose.topics.admin import create_topics
 from rose.topics.catalog import Partitions
 from rose.topics.settings import BusSettings
 from rose.workers.trainer.main import run_trainer
-from rose.workers.trainer.step_log import STEP_LOG
+from rose.workers.trainer.metrics import STEP_LOG
 from tests.support.brokers import EMBEDDED, KAFKA, AnyBroker, start
 from tests.support.trainer_fixtures import (
     GROUP_SIZE,

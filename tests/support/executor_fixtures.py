@@ -12,10 +12,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.pipeline.routing.turn import without_tokens
 from rose.schemas.arrays import pack_tokens
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
+from rose.schemas.turns import (
+    Part,
+    PlacementCost,
+    TurnDispatch,
+    TurnKey,
+    TurnRequest,
+    TurnResult,
+    context_fields,
+    held_hash,
+)
 from rose.schemas.wire import encode
 from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED
 from rose.topics.reader import Reader

@@ -17,7 +17,7 @@ from rose.schemas.turns import FENCING_KEY
 from rose.schemas.weights import SIGNATURE_HEADER
 from rose.schemas.wire import SCHEMA_HEADER, TRACE_HEADER, encode
 from rose.topics.catalog import PROMPTS, Topic
-from rose.topics.dead_letter_headers import ORIGIN, SENT_BACK
+from rose.topics.dead_letters import ORIGIN, SENT_BACK
 from rose.topics.records import RawMessage
 from tests.golden.examples import EXAMPLES
 

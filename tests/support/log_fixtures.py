@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.progress import Applied, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt, Sampling
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
-from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult, TurnTimes
+from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult, TurnTimes, context_fields
 from rose.schemas.wire import encode
 from rose.topics.admin import create_topics
 from rose.topics.catalog import (

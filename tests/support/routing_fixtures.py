@@ -16,7 +16,6 @@ from rose.pipeline.routing.liveness import ExecutorStatus
 from rose.pipeline.routing.router import Decision, Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest, urgency
 from rose.schemas.arrays import count
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
@@ -29,6 +28,7 @@ from rose.schemas.turns import (
     TurnOutcome,
     TurnRequest,
     TurnResult,
+    context_fields,
     held_hash,
 )
 from rose.schemas.wire import encode

@@ -19,11 +19,10 @@ from confluent_kafka import OFFSET_BEGINNING
 
 from rose.pipeline.local.fork_server import ForkedProcess
 from rose.schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
-from rose.schemas.contexts import assemble_context
 from rose.schemas.prompts import Prompt
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample
-from rose.schemas.turns import TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.turns import TurnOutcome, TurnRequest, TurnResult, assemble_context
 from rose.topics.admin import create_topics
 from rose.topics.catalog import COMPLETED, PROMPTS, REQUESTED, SAMPLES, Partitions, home_partition
 from rose.topics.reader import Reader

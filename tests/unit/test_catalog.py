@@ -20,7 +20,7 @@ from rose.topics.catalog import (
     Retention,
     Topic,
 )
-from rose.topics.dead_letter_headers import HEADER_PREFIX, ORIGIN
+from rose.topics.dead_letters import HEADER_PREFIX, ORIGIN
 from rose.workers.weights.manifests import manifest_key
 from tests.golden.contract import keys_of
 from tests.golden.examples import EXAMPLES

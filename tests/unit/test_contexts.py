@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.schemas.arrays import pack_tokens
-from rose.schemas.contexts import ContextMissing, assemble_context, context_fields
 from rose.schemas.limits import MAX_CHAIN
-from rose.schemas.turns import TurnDispatch, TurnRequest
+from rose.schemas.turns import ContextMissing, TurnDispatch, TurnRequest, assemble_context, context_fields
 from rose.schemas.wire import decode, encode
 from rose.topics.errors import BusError
 from rose.topics.records import Envelope, Place

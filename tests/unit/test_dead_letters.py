@@ -12,8 +12,19 @@ import rose.topics.dead_letters
 from rose.pipeline.cli.dead_letters import edited_message, show_value
 from rose.schemas.errors import UsageError
 from rose.topics.catalog import PROMPTS, SAMPLES, Topic
-from rose.topics.dead_letter_headers import KEY, OFFSET, PARTITION, REASON, SENT_BACK, from_dead_letter, to_dead_letter
-from rose.topics.dead_letters import DeadLetter, DeadLetterIndex, read_dead_letter_infos, read_dead_letters
+from rose.topics.dead_letters import (
+    KEY,
+    OFFSET,
+    PARTITION,
+    REASON,
+    SENT_BACK,
+    DeadLetter,
+    DeadLetterIndex,
+    from_dead_letter,
+    read_dead_letter_infos,
+    read_dead_letters,
+    to_dead_letter,
+)
 from rose.topics.records import InvalidMessage, RawMessage
 from rose.topics.settings import BusSettings
 

@@ -14,9 +14,9 @@ import pytest
 
 from rose.schemas.limits import MAX_INFO_BYTES
 from rose.workers.environments.jobs import EnvironmentFailure
-from rose.workers.environments.protocol import Step
-from rose.workers.environments.protocol_checks import (
+from rose.workers.environments.protocol import (
     ProtocolViolation,
+    Step,
     check_observation,
     check_snapshot,
     check_step,

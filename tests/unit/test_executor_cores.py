@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.schemas.arrays import pack_tokens
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
+from rose.schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, context_fields, held_hash
 from rose.schemas.wire import decode, encode
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed, packed_hashes
 from rose.workers.executor.ipc.messages import EngineStatus, LendingStats

@@ -19,8 +19,8 @@ from rose.pipeline.replay.description import describe_trajectory
 from rose.pipeline.replay.records import TrajectoryRecords, fold_trajectory, sort_records
 from rose.pipeline.report.history import fold_history
 from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
-from rose.pipeline.report.page import report_html
 from rose.pipeline.report.summary import RunMetadata, Success, describe_machine, summarise
+from rose.pipeline.report.write import report_html
 from rose.pipeline.routing.cell_summary import summarize_cell
 from rose.pipeline.routing.liveness import ClockSkews
 from rose.pipeline.routing.router import Router

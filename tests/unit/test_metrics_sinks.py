@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from rose.schemas.samples import Outcome
-from rose.workers.trainer.metrics import TRAINER, StepReporter
-from rose.workers.trainer.step_log import STEP_LOG, StepLine, decode_line, encode_line
+from rose.workers.trainer.metrics import STEP_LOG, TRAINER, StepLine, StepReporter, decode_line, encode_line
 
 
 def line_of(step: int) -> StepLine:

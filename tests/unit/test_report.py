@@ -9,8 +9,8 @@ import pytest
 from rose.pipeline.audit import Ledger
 from rose.pipeline.report import charts
 from rose.pipeline.report.history import RunHistory, fold_history
-from rose.pipeline.report.page import report_html
 from rose.pipeline.report.summary import RunMetadata, Success, Summary, describe_machine, summarise
+from rose.pipeline.report.write import report_html
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record

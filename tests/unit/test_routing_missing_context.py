@@ -5,11 +5,10 @@ import msgspec
 from rose.pipeline.routing.router import Router
 from rose.pipeline.routing.turn import MAX_KEPT_BYTES
 from rose.pipeline.routing.turn_queue import ReceivedRequest
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState
 from rose.schemas.limits import MAX_CHAIN
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
+from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, context_fields
 from rose.schemas.wire import decode, encode
 from tests.support.routing_fixtures import CONFIG, heartbeat, packed, request, result
 

@@ -7,11 +7,10 @@ import pytest
 from rose.pipeline.routing.assignments import LISTING_SECONDS
 from rose.pipeline.routing.router import ATTEMPT_LIMIT, Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
-from rose.schemas.contexts import context_fields
 from rose.schemas.heartbeats import ExecutorState, Hardware
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
-from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult
+from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult, context_fields
 from rose.schemas.wire import decode, encode
 from tests.support.routing_fixtures import CONFIG, RoutingSimulation, dispatched, heartbeat, packed, request, result
 from tests.support.routing_machine import settle, started, step

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
-from rose.schemas.contexts import context_fields
 from rose.schemas.errors import RecordError
 from rose.schemas.limits import (
     MAX_CONTEXT_TOKENS,
@@ -31,7 +30,7 @@ from rose.schemas.prompts import Prompt, Sampling, trajectory_id
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
-from rose.schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, TurnTimes
+from rose.schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, TurnTimes, context_fields
 from rose.schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES, PROMPT
 

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.schemas.arrays import count, pack_tokens, unpack_logprobs
-from rose.schemas.contexts import assemble_context, context_fields
 from rose.schemas.limits import MAX_CHAIN
 from rose.schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import PromptSampling
 from rose.schemas.samples import Sample
-from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult, assemble_context, context_fields
 from rose.schemas.wire import decode, encode
 from rose.workers.environments.home import Home, OffsetTracker
 from rose.workers.environments.outbox import group_record

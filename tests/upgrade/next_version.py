@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("schemas", "topics", "pipeline", "workers")
 FIELD, VALUE = "added_next", "set by next"
 
-KEPT = ("workers/trainer/checkpoint.py", "workers/trainer/step_log.py")
+KEPT = ("workers/trainer/checkpoint.py", "workers/trainer/metrics.py")
 """Modules that declare the structs that a trainer keeps on disk."""
 
 AS_THEY_ARE = ("Record", "Identity", "SampledTokens")

@@ -19,10 +19,9 @@ import structlog
 from confluent_kafka import OFFSET_BEGINNING
 
 from rose.schemas.arrays import ITEM_BYTES, count
-from rose.schemas.contexts import ContextMissing, assemble_context
 from rose.schemas.progress import EnvSnapshot, Group, TrajectoryProgress
 from rose.schemas.prompts import Prompt
-from rose.schemas.turns import TurnOutcome, TurnRequest, TurnResult
+from rose.schemas.turns import ContextMissing, TurnOutcome, TurnRequest, TurnResult, assemble_context
 from rose.topics.catalog import COMPLETED, GROUPS, PROGRESS, PROMPTS, REQUESTED, SNAPSHOTS
 from rose.topics.dead_letters import dead_lettered_places
 from rose.topics.log_reader import JUMP_RECORDS, RecordFetch, RecordSearch, await_transactions, read_to_end

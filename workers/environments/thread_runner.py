@@ -57,8 +57,8 @@ from rose.workers.environments.process_integrity import (
     ProcessIntegrity,
     end_if_forked,
 )
-from rose.workers.environments.protocol import Environment
-from rose.workers.environments.protocol_checks import (
+from rose.workers.environments.protocol import (
+    Environment,
     ProtocolViolation,
     check_observation,
     check_snapshot,

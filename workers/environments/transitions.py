@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 
 from rose.schemas.arrays import count
-from rose.schemas.contexts import context_fields
 from rose.schemas.errors import RecordError
 from rose.schemas.limits import MAX_INFO_BYTES, MAX_REWARD
 from rose.schemas.progress import Applied, EnvSnapshot
 from rose.schemas.prompts import Prompt, trajectory_id
 from rose.schemas.samples import Ending, Sample
-from rose.schemas.turns import TurnRequest, TurnResult
+from rose.schemas.turns import TurnRequest, TurnResult, context_fields
 from rose.schemas.wire import EncodedRecord, encoded
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of
 

@@ -23,9 +23,8 @@ import msgspec
 import structlog
 
 from rose.schemas.arrays import count
-from rose.schemas.contexts import ContextMissing, assemble_context, matches_context
 from rose.schemas.errors import RoseError
-from rose.schemas.turns import TurnDispatch, TurnKey, TurnRequest
+from rose.schemas.turns import ContextMissing, TurnDispatch, TurnKey, TurnRequest, assemble_context, matches_context
 from rose.topics.catalog import REQUESTED
 from rose.topics.log_reader import RecordFetch
 from rose.topics.reader import Reader

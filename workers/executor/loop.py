@@ -32,10 +32,18 @@ from threading import Event
 import msgspec
 import structlog
 
-from rose.schemas.contexts import ContextMissing
 from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, WorkerClass
-from rose.schemas.turns import FENCING_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
+from rose.schemas.turns import (
+    FENCING_KEY,
+    ContextMissing,
+    Refusal,
+    TurnDispatch,
+    TurnKey,
+    TurnOutcome,
+    TurnResult,
+    held_hash,
+)
 from rose.topics.catalog import COMPLETED, HEARTBEATS
 from rose.topics.health import HEALTH, START_SECONDS
 from rose.topics.reader import Reader

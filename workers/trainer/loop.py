@@ -27,10 +27,9 @@ from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.export import export_checkpoint, export_policy
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
-from rose.workers.trainer.metrics import StepReporter
+from rose.workers.trainer.metrics import StepLine, StepReporter
 from rose.workers.trainer.ranks import ALONE, Ranks
 from rose.workers.trainer.selection import SelectionRules, outcomes_of, select_groups
-from rose.workers.trainer.step_log import StepLine
 from rose.workers.trainer.stream import SampleStream
 from rose.workers.trainer.versions import PolicyVersions, resume
 from rose.workers.weights.config import WeightsConfig

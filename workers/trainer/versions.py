@@ -31,8 +31,8 @@ from rose.workers.trainer import metrics
 from rose.workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress, check_folder
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.learner import Learner, PolicyRefused
+from rose.workers.trainer.metrics import StepLine, decode_line, encode_line
 from rose.workers.trainer.selection import still_relevant
-from rose.workers.trainer.step_log import StepLine, decode_line, encode_line
 from rose.workers.trainer.stream import SampleStream, Settlement
 from rose.workers.weights.config import WeightsConfig
 from rose.workers.weights.publish import make_publisher

@@ -17,7 +17,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartiti
 
 from rose.pipeline.audit import audit_log
 from rose.topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
-from rose.topics.dead_letter_headers import OFFSET, PARTITION, TOPIC
+from rose.topics.dead_letters import OFFSET, PARTITION, TOPIC
 from rose.topics.settings import BusSettings
 from tests.support.storm.lines import LineKind
 from tests.support.storm.plan import Plan, Role
