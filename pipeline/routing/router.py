@@ -7,7 +7,7 @@ Keeps true
   the turn is queued once under a new attempt. If an executor turns out to hold a queued turn still, the turn is
   assigned to that executor again.
 - Tokens in a PREEMPTED result are not generated again: every later dispatch carries the longest known partial.
-- Only attempts that end by a fault count against a turn (`Retries`). A refusal for lack of room, a preemption and a
+- Only attempts that end by a fault count against a turn (`_reissue`). A refusal for lack of room, a preemption and a
   silence that ended are no faults.
 - The first COMPLETED result of a turn finishes the turn, whichever attempt the result belongs to.
 - The router knows the length of a context, not its tokens. A turn whose context no executor can read back waits for a
@@ -70,97 +70,6 @@ ATTEMPT_LIMIT = 2**16
 """Attempts that a dispatch can number. A turn that has used all of them fails."""
 
 
-class Retries:
-    """Takes turns from executors: queues a turn again, or removes the turn from the router's state."""
-
-    def __init__(
-        self,
-        turns: dict[str, Turn],
-        queue: TurnQueue,
-        assignments: Assignments,
-        placement: Placement,
-        prefixes: PrefixLocations,
-        counters: Counters,
-        *,
-        max_attempts: int,
-    ) -> None:
-        self._turns = turns
-        self._queue = queue
-        self._assignments = assignments
-        self._placement = placement
-        self._prefixes = prefixes
-        self._counters = counters
-        self._max_attempts = max_attempts
-
-    def reissue(self, turn: Turn, reason: str, now: float, *, fault: bool) -> list[TurnResult]:
-        """Queue a turn that no executor has under a new attempt, or fail the turn if it has no attempts left.
-
-        `fault`: whether the ended attempt counts as a failure. Returns the FAILED result, or nothing.
-        """
-        turn.failures += fault
-        turn.queued_at = now
-        turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
-        self._queue.push(turn)
-        if turn.failures >= self._max_attempts:
-            return [self._fail(turn, f"{turn.failures} attempts have failed, the last: {reason}", now)]
-        if turn.next_attempt >= ATTEMPT_LIMIT:
-            return [self._fail(turn, f"it was moved {ATTEMPT_LIMIT} times, the last: {reason}", now)]
-        self._counters.reissued += 1
-        return []
-
-    def await_anchor(self, turn: Turn, now: float) -> None:
-        """Let a turn whose context no executor can read back wait for a request with an anchor."""
-        turn.queued_at = now
-        turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
-        self._queue.await_anchor(turn)
-        self._counters.context_missing += 1
-
-    def fail_overdue(self, now: float) -> list[TurnResult]:
-        """Fail the turns that made no progress within their patience."""
-        old = [turn for turn in self._turns.values() if turn.queued_at + turn.patience_seconds <= now]
-        late = [turn for turn in old if self._assignments.last_progress_at(turn) + turn.patience_seconds <= now]
-        return [self.fail_out_of_patience(turn, now) for turn in late]
-
-    def fail_out_of_patience(self, turn: Turn, now: float) -> TurnResult:
-        """Fail a turn whose patience has passed; the reason says what the turn waited for."""
-        patience = f"{turn.patience_seconds:g} s"
-        if turn.worker:
-            return self._fail(
-                turn, f"{turn.worker}, which has the turn, did not list it as running for {patience}", now
-            )
-        if turn.seeded and self._placement.refuses_seeds:
-            return self._fail(turn, "no executor takes turns with a seed", now)
-        if turn.context_missing:
-            return self._fail(turn, f"its context cannot be read, and no anchor request came within {patience}", now)
-        return self._fail(turn, f"no executor has taken it up in {patience}", now)
-
-    def remove(self, turn: Turn, *, answered: bool) -> None:
-        """Remove a finished turn. `answered`: its executor has ended the execution, so the room is free."""
-        if not turn.worker:
-            self._queue.remove(turn)
-        elif answered:
-            self._assignments.complete(turn)
-        else:
-            self._assignments.revoke(turn, charged=False)
-        del self._turns[turn.trajectory_id]
-        self._prefixes.on_turn_finished(turn.trajectory_id, turn.trajectory, turn.turn)
-
-    def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
-        self.remove(turn, answered=False)
-        self._counters.failed += 1
-        return TurnResult(
-            trajectory_id=turn.trajectory_id,
-            group_id=turn.group_id,
-            home=turn.home,
-            turn=turn.turn,
-            attempt=turn.attempt,
-            outcome=TurnOutcome.FAILED,
-            reason=f"turn {turn.turn} was given up: {reason}"[:4096],
-            context_tokens=turn.context_tokens,
-            times=TurnTimes(requested_at=turn.requested_at, finished_at=now),
-        )
-
-
 Decision = TurnDispatch | TurnResult
 """A dispatch for an executor's inbox, or the FAILED result of a turn."""
 
@@ -192,15 +101,7 @@ class Router:
         self.queue = TurnQueue()
         self.assignments = Assignments(self.turns, self.liveness, self.placement, self.queue)
         self.counters = Counters()
-        self.retries = Retries(
-            self.turns,
-            self.queue,
-            self.assignments,
-            self.placement,
-            self.prefix_locations,
-            self.counters,
-            max_attempts=config.max_attempts,
-        )
+        self._max_attempts = config.max_attempts
         self.epoch = 0
         """The caller increases the epoch; every turn remembers the epoch in which its request was accepted."""
         self._next_expiry = self._next_sweep = 0.0
@@ -259,11 +160,11 @@ class Router:
         if result.outcome is COMPLETED:
             self._record_prefix(turn, result, resumed_tokens)
             turn.lengths.record(turn.turn, count(result.tokens), turn.max_tokens)
-            self.retries.remove(turn, answered=is_current)
+            self._remove(turn, answered=is_current)
             self.counters.finished += 1
             return self._dispatch_waiting(now)
         if result.outcome is FAILED:
-            self.retries.remove(turn, answered=False)
+            self._remove(turn, answered=False)
             self.counters.failed += 1
             return self._dispatch_waiting(now)
         if result.outcome is PREEMPTED:
@@ -281,10 +182,12 @@ class Router:
             turn.preempted_by = turn.worker
         self.assignments.complete(turn)
         if context_missing and not turn.is_anchor:
-            self.retries.await_anchor(turn, now)
+            turn.queued_at, turn.attempt = now, min(turn.next_attempt, ATTEMPT_LIMIT - 1)
+            self.queue.await_anchor(turn)
+            self.counters.context_missing += 1
             return self._dispatch_waiting(now)
         fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in BLAMELESS_REFUSALS
-        decisions = self.retries.reissue(turn, f"{result.outcome.value}: {result.reason}", now, fault=fault)
+        decisions = self._reissue(turn, f"{result.outcome.value}: {result.reason}", now, fault=fault)
         return [*decisions, *self._dispatch_waiting(now)]
 
     def on_heartbeat(self, heartbeat: SlackHeartbeat, now: float) -> list[Decision]:
@@ -294,7 +197,12 @@ class Router:
         executor = self.liveness.executors[heartbeat.worker]
         decisions: list[Decision] = []
         if replaced is not None:
-            decisions += self._release_executor(replaced, f"{heartbeat.worker} restarted", now)
+            fault = replaced.status is not ExecutorStatus.GONE
+            for turn in self.assignments.turns_of(replaced):
+                self.assignments.complete(turn)
+                decisions += self._reissue(turn, f"{heartbeat.worker} restarted", now, fault=fault)
+            replaced.holds.clear()
+            self.assignments.drop_ghosts(replaced)
         if executor.heartbeat is not heartbeat:  # the heartbeat belongs to an older incarnation
             return [*decisions, *self._dispatch_waiting(now)]
         if returned:
@@ -303,11 +211,11 @@ class Router:
         for turn in self.assignments.reconcile(executor, now):
             if stopped:
                 self.assignments.complete(turn)
-                decisions += self.retries.reissue(turn, f"{heartbeat.worker} has stopped", now, fault=False)
+                decisions += self._reissue(turn, f"{heartbeat.worker} has stopped", now, fault=False)
             else:
                 self.counters.lost += 1
                 self.assignments.revoke(turn, charged=True)
-                decisions += self.retries.reissue(turn, f"{heartbeat.worker} does not hold it", now, fault=True)
+                decisions += self._reissue(turn, f"{heartbeat.worker} does not hold it", now, fault=True)
         self._update_offers(newest_version)
         if self._update_offer(executor):
             self.queue.restore_skipped()
@@ -337,7 +245,7 @@ class Router:
             self.placement.close(executor.worker)
             for turn in self.assignments.turns_of(executor):
                 self.assignments.revoke(turn, charged=True)
-                decisions += self.retries.reissue(turn, f"{executor.worker} fell silent", now, fault=True)
+                decisions += self._reissue(turn, f"{executor.worker} fell silent", now, fault=True)
         self._update_offers(newest_version)
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
@@ -371,7 +279,7 @@ class Router:
             decisions += self.on_result(result, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
             self.assignments.complete(turn)
-            decisions += self.retries.reissue(turn, "its executor restarted", started_at, fault=True)
+            decisions += self._reissue(turn, "its executor restarted", started_at, fault=True)
         now = clock()
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
@@ -420,7 +328,7 @@ class Router:
             turn.trajectory.set_prefix(
                 turn.worker, executor.incarnation, executor.cache_generation, version, turn.context_tokens
             )
-        self.retries.remove(turn, answered=False)
+        self._remove(turn, answered=False)
         self.counters.finished += 1
         self.counters.overtaken += 1
 
@@ -450,7 +358,7 @@ class Router:
         decisions: list[Decision] = []
         while self.queue.heap and (turn := self.queue.first()) is not None:
             if turn.queued_at + turn.patience_seconds <= now:
-                decisions.append(self.retries.fail_out_of_patience(turn, now))
+                decisions.append(self._fail_out_of_patience(turn, now))
                 continue
             query = self._query(turn)
             choice = self.placement.choose(query, now)
@@ -526,18 +434,65 @@ class Router:
                 turn.trajectory.set_prefix(result.worker, result.incarnation, cache, span.version, tokens)
                 return
 
-    def _release_executor(self, executor: Executor, reason: str, now: float) -> list[Decision]:
-        """Queue the turns of an incarnation that has ended, and drop its ghosts."""
-        decisions: list[Decision] = []
-        for turn in self.assignments.turns_of(executor):
+    def _reissue(self, turn: Turn, reason: str, now: float, *, fault: bool) -> list[TurnResult]:
+        """Queue a turn that no executor has under a new attempt, or fail the turn if it has no attempts left.
+
+        `fault`: whether the ended attempt counts as a failure. Returns the FAILED result, or nothing.
+        """
+        turn.failures += fault
+        turn.queued_at, turn.attempt = now, min(turn.next_attempt, ATTEMPT_LIMIT - 1)
+        self.queue.push(turn)
+        if turn.failures >= self._max_attempts:
+            return [self._fail(turn, f"{turn.failures} attempts have failed, the last: {reason}", now)]
+        if turn.next_attempt >= ATTEMPT_LIMIT:
+            return [self._fail(turn, f"it was moved {ATTEMPT_LIMIT} times, the last: {reason}", now)]
+        self.counters.reissued += 1
+        return []
+
+    def _remove(self, turn: Turn, *, answered: bool) -> None:
+        """Remove a finished turn. `answered`: its executor has ended the execution, so the room is free."""
+        if not turn.worker:
+            self.queue.remove(turn)
+        elif answered:
             self.assignments.complete(turn)
-            decisions += self.retries.reissue(turn, reason, now, fault=executor.status is not ExecutorStatus.GONE)
-        executor.holds.clear()
-        self.assignments.drop_ghosts(executor)
-        return decisions
+        else:
+            self.assignments.revoke(turn, charged=False)
+        del self.turns[turn.trajectory_id]
+        self.prefix_locations.on_turn_finished(turn.trajectory_id, turn.trajectory, turn.turn)
+
+    def _fail_out_of_patience(self, turn: Turn, now: float) -> TurnResult:
+        """Fail a turn whose patience has passed; the reason says what the turn waited for."""
+        patience = f"{turn.patience_seconds:g} s"
+        if turn.worker:
+            return self._fail(
+                turn, f"{turn.worker}, which has the turn, did not list it as running for {patience}", now
+            )
+        if turn.seeded and self.placement.refuses_seeds:
+            return self._fail(turn, "no executor takes turns with a seed", now)
+        if turn.context_missing:
+            return self._fail(turn, f"its context cannot be read, and no anchor request came within {patience}", now)
+        return self._fail(turn, f"no executor has taken it up in {patience}", now)
+
+    def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
+        self._remove(turn, answered=False)
+        self.counters.failed += 1
+        return TurnResult(
+            trajectory_id=turn.trajectory_id,
+            group_id=turn.group_id,
+            home=turn.home,
+            turn=turn.turn,
+            attempt=turn.attempt,
+            outcome=TurnOutcome.FAILED,
+            reason=f"turn {turn.turn} was given up: {reason}"[:4096],
+            context_tokens=turn.context_tokens,
+            times=TurnTimes(requested_at=turn.requested_at, finished_at=now),
+        )
 
     def _sweep(self, now: float) -> list[Decision]:
-        decisions: list[Decision] = [*self.retries.fail_overdue(now)]
+        """Fail the turns that made no progress within their patience, and forget executors that are gone."""
+        old = [turn for turn in self.turns.values() if turn.queued_at + turn.patience_seconds <= now]
+        late = [turn for turn in old if self.assignments.last_progress_at(turn) + turn.patience_seconds <= now]
+        decisions: list[Decision] = [self._fail_out_of_patience(turn, now) for turn in late]
         for worker in self.liveness.forget_gone():
             self.placement.remove(worker)
         return decisions
