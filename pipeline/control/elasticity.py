@@ -37,7 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.forecast import (
@@ -186,9 +186,7 @@ class ElasticityCore:
         self._started_at = now if self._started_at is None else self._started_at
         previous = self.cells.get(summary.cell)
         goes_on = previous is not None and now - previous.heard_at < STALE_SECONDS
-        self.cells[summary.cell] = CellView(
-            summary, now, previous.continuous_since if previous is not None and goes_on else now
-        )
+        self.cells[summary.cell] = CellView(summary, now, previous.continuous_since if previous and goes_on else now)
         if summary.waiting_turns:
             self.estimates.on_waiting(summary.waiting_turns, summary.prefill_tokens, summary.new_tokens)
         for line in summary.executors:
@@ -261,9 +259,9 @@ class ElasticityCore:
         lender, lease = self.lenders.get(name), self.leases.get(name)
         if (
             lender is None
+            or now - lender.heard_at >= STALE_SECONDS
             or name in self.manual_grants
             or name in self.drains
-            or now - lender.heard_at >= STALE_SECONDS
         ):
             return False
         return lease is None or lease.grant.job == self.job or not lease.grant.lend or now >= lease.expires_at()
@@ -357,7 +355,12 @@ class ElasticityCore:
                 continue
             if remaining.is_needed(name, lender.line, target_seconds):
                 lender.idle_since = None
-                lender.reason = _lending_reason(lender.line, summary.waiting_turns, done_seconds, target_seconds)
+                lender.reason = (
+                    f"{summary.waiting_turns} turns wait: done {_when(done_seconds)} with all that lend"
+                    if summary.waiting_turns
+                    else f"it runs {lender.line.held_turns} turns, and the others have no room for them or take longer "
+                    f"than {target_seconds:g} s"
+                )
                 continue
             lender.idle_since = now if lender.idle_since is None else lender.idle_since
             idle_for = now - lender.idle_since
@@ -432,17 +435,7 @@ class ElasticityCore:
         move = self.rebalancer.decide(crews, now)
         if move is None:
             return []
-        grant = CapacityGrant(
-            worker=move.worker,
-            lend=True,
-            kv_bytes=0,
-            token_budget=0,
-            granted_at=now,
-            reason=move.reason,
-            job=self.job,
-            cell=move.cell,
-        )
-        return [grant]
+        return [self._grant(move.worker, True, move.reason, now, cell=move.cell)]
 
     def _may_move(self, line: ExecutorLine, shares: Container[str], now: float, *, may_wake: bool) -> bool:
         """Whether a worker may be moved to another cell.
@@ -476,8 +469,8 @@ class ElasticityCore:
             else:
                 takes_part = bool(lender.lends) and (line.open or lender.woken_at is not None)
             if takes_part:
-                is_opening = lender is not None and not line.open
-                free_at = self._opening_delay(line.worker, lender, now) if is_opening and lender else line.load_seconds
+                opens = lender is not None and not line.open
+                free_at = self._opening_delay(line.worker, lender, now) if lender and opens else line.load_seconds
                 shares[line.worker] = WorkShare(free_at, self.estimates.turns_per_second(line.worker))
         return shares
 
@@ -495,37 +488,21 @@ class ElasticityCore:
         if lender.lends is None or not self.is_managed(name, now):
             return None
         if lender.lends:
-            if (
-                lender.renewed_at is not None
-                and now - lender.renewed_at < self.config.lease_seconds / RENEWALS_PER_LEASE
-            ):
+            interval = self.config.lease_seconds / RENEWALS_PER_LEASE
+            if lender.renewed_at is not None and now - lender.renewed_at < interval:
                 return None
             lender.renewed_at = now
         elif lease is not None and lease.grant.job == self.job and not lease.grant.lend:
             return None
-        grant = CapacityGrant(
-            worker=name,
-            lend=lender.lends,
-            kv_bytes=0,
-            token_budget=0,
-            granted_at=now,
-            reason=lender.reason,
-            lease_seconds=self.config.lease_seconds,
-            job=self.job,
-        )
+        grant = self._grant(name, lender.lends, lender.reason, now, lease_seconds=self.config.lease_seconds)
         self.leases[name] = LeasedGrant(grant, now)
         return grant
 
-
-def _lending_reason(line: ExecutorLine, waiting: int, done_seconds: float, target: float) -> str:
-    """The reason why a lender is not parked.
-
-    `waiting`: turns that wait in its cell. `done_seconds`: expected seconds until they are done. `target`: seconds
-    within which all turns would have to be done without the lender.
-    """
-    if waiting:
-        return f"{waiting} turns wait: done {_when(done_seconds)} with all that lend"
-    return f"it runs {line.held_turns} turns, and the others have no room for them or take longer than {target:g} s"
+    def _grant(self, worker: str, lend: bool, reason: str, now: float, **more: Any) -> CapacityGrant:
+        """Return a grant of this job without a limit. `more`: lease_seconds or cell."""
+        return CapacityGrant(
+            worker=worker, lend=lend, kv_bytes=0, token_budget=0, granted_at=now, reason=reason, job=self.job, **more
+        )
 
 
 def _when(seconds: float) -> str:

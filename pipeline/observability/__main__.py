@@ -38,7 +38,7 @@ def generated_files() -> dict[str, str]:
         f"{FOLDER}/{each.name}.json": json.dumps(as_json(each, known), indent=2, ensure_ascii=False) + "\n"
         for each in DASHBOARDS
     }
-    return {**{each.value: content for each, content in pages.items()}, **dashboards}
+    return {**{f"docs/reference/{each.file_name}": content for each, content in pages.items()}, **dashboards}
 
 
 def main() -> None:

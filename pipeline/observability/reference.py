@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from os.path import relpath
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -51,30 +50,25 @@ GENERATED = f"`{COMMAND}` writes this page. A test compares it with the code."
 
 
 class Page(Enum):
-    """The generated pages; the value is the path in a checkout."""
+    """The generated pages, in the order of their links; the value is the title."""
 
-    METRICS = "docs/reference/metrics.md"
-    CLI = "docs/reference/cli.md"
-    CONFIGURATION = "docs/reference/configuration.md"
-    TOPICS = "docs/reference/topics.md"
-    LOG_EVENTS = "docs/reference/log-events.md"
+    CLI = "Command line"
+    CONFIGURATION = "Configuration"
+    TOPICS = "Topics"
+    METRICS = "Metrics"
+    LOG_EVENTS = "Log events"
 
-
-TITLES = {
-    Page.CLI: "Command line",
-    Page.CONFIGURATION: "Configuration",
-    Page.TOPICS: "Topics",
-    Page.METRICS: "Metrics",
-    Page.LOG_EVENTS: "Log events",
-}
+    @property
+    def file_name(self) -> str:
+        """Name of the file in docs/reference/."""
+        return f"{self.name.lower().replace('_', '-')}.md"
 
 
 def page(which: Page, introduction: str, sections: Iterable[str]) -> str:
     """Return a page: title, introduction, sections, and links to the other generated pages."""
-    folder = PurePosixPath(which.value).parent
-    links = (f"[{title}]({relpath(other.value, folder)})" for other, title in TITLES.items() if other is not which)
+    links = (f"[{other.value}]({other.file_name})" for other in Page if other is not which)
     return "\n".join(
-        (f"# {TITLES[which]}\n", f"{introduction}\n", f"{GENERATED}\n", *sections, f"**Next:** {' · '.join(links)}\n")
+        (f"# {which.value}\n", f"{introduction}\n", f"{GENERATED}\n", *sections, f"**Next:** {' · '.join(links)}\n")
     )
 
 
@@ -101,7 +95,12 @@ def cli_page() -> str:
     root = typer.main.get_command(app)
     commands = list(_commands("rose", root))
     panels = dict.fromkeys(panel for _, panel, _ in commands)
-    sections = [_common(commands), _overview(commands)]
+    shared = {each.name: each for _, _, command in commands for each in command.params if _is_common(each)}
+    overview = [[f"[`{name}`](#{name.replace(' ', '-')})", command.help] for name, _, command in commands]
+    sections = [
+        f"## {PANEL}\n\n{_parameters(list(shared.values()))}",
+        f"## Commands\n\n{table(('command', 'what it does'), overview)}",
+    ]
     for panel in panels:
         sections.append(f"## {panel}\n")
         sections += [_command_section(name, command) for name, each, command in commands if each == panel]
@@ -116,16 +115,6 @@ def _commands(name: str, group: Any, panel: str = "") -> Iterator[tuple[str, str
             yield from _commands(f"{name} {own_name}", command, own_panel)
         else:
             yield f"{name} {own_name}", own_panel, command
-
-
-def _common(commands: list[tuple[str, str, Any]]) -> str:
-    shared = {each.name: each for _, _, command in commands for each in command.params if _is_common(each)}
-    return f"## {PANEL}\n\n{_parameters(list(shared.values()))}"
-
-
-def _overview(commands: list[tuple[str, str, Any]]) -> str:
-    rows = [[f"[`{name}`](#{name.replace(' ', '-')})", command.help] for name, _, command in commands]
-    return f"## Commands\n\n{table(('command', 'what it does'), rows)}"
 
 
 def _command_section(name: str, command: Any) -> str:
