@@ -118,11 +118,12 @@ def _channel(topic: Topic, config: Config) -> Schema:
         for name, value in expected_settings(topic, config.retention).items()
     }
     address = f"{config.settings.broker.namespace}{topic.name}"
+    names = [DEAD_LETTER] if topic.record is None else _messages(topic)
     return {
         "address": address,
         "summary": f"Key: {topic.key}."
         + (f" Of tombstones alone: {', '.join(topic.marker_keys)}." if topic.marker_keys else ""),
-        "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in _names(topic)},
+        "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in names},
         "bindings": {
             "kafka": {
                 "topic": address,
@@ -133,10 +134,6 @@ def _channel(topic: Topic, config: Config) -> Schema:
             }
         },
     }
-
-
-def _names(topic: Topic) -> list[str]:
-    return [DEAD_LETTER] if topic.record is None else list(_messages(topic))
 
 
 def _messages(topic: Topic) -> dict[str, Schema]:

@@ -76,7 +76,9 @@ def durability_warnings(settings: BusSettings, *, replication_factor: int = 1) -
         insync = configs.get(name, {}).get("min.insync.replicas", "")
         for warning in _replica_warnings(number, int(insync) if insync.isdigit() else None, replication_factor):
             topics_of.setdefault(warning, []).append(name)
-    sentences += [f"{_topic_names(names)}: {warning}" for warning, names in topics_of.items()]
+    for warning, names in topics_of.items():
+        more = f" and {len(names) - 1} more topics" if len(names) > 1 else ""
+        sentences.append(f"{names[0]}{more}: {warning}")
     return sentences + [f"this client has no right to {right}, so the settings there are unknown" for right in refused]
 
 
@@ -101,10 +103,6 @@ def _replica_warnings(copies: int, insync: int | None, required: int) -> Iterato
         yield f"min.insync.replicas is {insync} and partitions have {copies} copies, so nothing can be written"
     elif insync == 1 and copies >= SAFE_REPLICAS:
         yield "min.insync.replicas is 1, so what one broker alone has acknowledged is lost with it: set 2"
-
-
-def _topic_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more topics"
 
 
 def _broker_settings(

@@ -53,9 +53,8 @@ def list_dead_letters(common: Common, topic: str | None) -> None:
     for letter in infos:
         key = (letter.key or b"").decode(errors="replace")
         again = f"  (sent back {moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
-        print_line(
-            f"{letter.place}  {moment(letter.dead_lettered_at)}  {_line(letter.reason)}  key {key or '-'}{again}"
-        )
+        reason = " ".join(letter.reason.split())
+        print_line(f"{letter.place}  {moment(letter.dead_lettered_at)}  {reason}  key {key or '-'}{again}")
     print_line(f"{len(infos)} dead letters{f' of {topic}' if topic else ''}")
 
 
@@ -263,7 +262,3 @@ def _bytes(value: bytes | None) -> str:
         return "none"
     text = value.decode(errors="replace")
     return text if "�" not in text and all(each.isprintable() or each in "\n\t" for each in text) else value.hex()
-
-
-def _line(reason: str) -> str:
-    return " ".join(reason.split())

@@ -69,7 +69,8 @@ def show_status(common: Common, *, as_json: bool, waits: WaitNotice | None = Non
         report = msgspec.json.encode(_plain(facts, findings, snapshot, versions))
         sys.stdout.write(f"{msgspec.json.format(report, indent=2).decode()}\n")
     else:
-        _print(facts, findings, snapshot, versions, title=f"ROSE on {bus.bootstrap}{_of(bus.namespace)}")
+        title = f"ROSE on {bus.bootstrap}{f', {bus.namespace}*' if bus.namespace else ''}"
+        _print(facts, findings, snapshot, versions, title=title)
     unwell = [finding.sentence for finding in findings if finding.severity is Severity.UNWELL]
     if unwell:
         more = f"; and {len(unwell) - 1} more to mend" if len(unwell) > 1 else ""
@@ -162,7 +163,3 @@ def _plain(facts: Facts, findings: list[Finding], snapshot: BrokerSnapshot | Non
     report["findings"] = msgspec.to_builtins(findings)
     report["well"] = all(finding.severity is not Severity.UNWELL for finding in findings)
     return report
-
-
-def _of(namespace: str) -> str:
-    return f", {namespace}*" if namespace else ""

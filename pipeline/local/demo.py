@@ -23,7 +23,7 @@ from rose.pipeline.local.run import (
 )
 from rose.pipeline.local.supervisor import Role, Supervisor
 from rose.pipeline.process_setup import ensure_folder, stop_on_signals
-from rose.pipeline.report.summary import Success, Summary
+from rose.pipeline.report.summary import Success
 from rose.pipeline.report.write import print_summary
 from rose.pipeline.terminal import escape_control_chars
 from rose.schemas.errors import UsageError
@@ -96,7 +96,8 @@ def run_demo(common: Common) -> None:
             return
         summary = run.report(Success(before=before.success, after=after.success, n=after.tasks))
     print_summary(run.console, summary, config.run_folder)
-    _check_audit(summary)
+    if summary.lost or summary.doubled:
+        raise AuditFailed(f"{summary.lost} trajectories were lost and {summary.doubled} doubled: see `rose audit`")
 
 
 def _configuration(common: Common) -> Config:
@@ -177,8 +178,3 @@ def _measure(run: LocalRun, serving: Supervisor, model: Path, moment: str) -> Ev
         highlight=False,
     )
     return evaluation
-
-
-def _check_audit(summary: Summary) -> None:
-    if summary.lost or summary.doubled:
-        raise AuditFailed(f"{summary.lost} trajectories were lost and {summary.doubled} doubled: see `rose audit`")

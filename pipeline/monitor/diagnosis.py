@@ -197,7 +197,8 @@ def _refusals(refusing: Iterable[ExecutorFacts]) -> Iterator[Finding]:
 
 def _routers(facts: Facts) -> Iterator[Finding]:
     if facts.routers == 0 and facts.work_left:
-        yield Finding(Severity.UNWELL, "router", f"no router is there{_questions(facts)}")
+        asks = f": {_trajectories(facts.in_a_turn)} ask for turns" if facts.in_a_turn else ""
+        yield Finding(Severity.UNWELL, "router", f"no router is there{asks}")
         return
     for cell in facts.cells:
         yield from _routing(cell, f" in cell {cell.cell}")
@@ -353,10 +354,6 @@ def _dead_letters(facts: Facts) -> Iterator[Finding]:
         where = ", ".join(f"{count} of {topic}" for topic, count in facts.dead_letters.items())
         noun = "dead letter" if total == 1 else "dead letters"
         yield Finding(Severity.NOTE, "letters", f"{total} {noun} ({where}): see `rose dlq list`")
-
-
-def _questions(facts: Facts) -> str:
-    return f": {_trajectories(facts.in_a_turn)} ask for turns" if facts.in_a_turn else ""
 
 
 def _waiting(count: int, what: str) -> str:

@@ -148,7 +148,8 @@ class RunState:
                 self.ends[record.outcome] += 1
                 self._failures.append(record.reason if record.outcome is Outcome.INFRA_FAILED else None)
                 self.step = max(self.step, record.step)
-                self._on_outcome(record)
+                # Outcomes of groups that are not open are ignored: groups are read before outcomes.
+                self._unsettled.get(record.group_id, set()).discard(record.trajectory_id)
                 self._on_stage_progress(Stage.SETTLED, record.group_id, now, stamp, fresh=fresh)
             case RoleBegun():
                 self.stage_clock.role_starts.on_role_begun(record, now if fresh else None, stamp)
@@ -328,10 +329,6 @@ class RunState:
         elif group.group_id not in self._unsettled:
             names = {trajectory_id(group.group_id, index) for index in range(group.group_size)}
             self._unsettled[group.group_id] = names
-
-    def _on_outcome(self, outcome: SampleOutcome) -> None:
-        """Outcomes of groups that are not open are ignored: groups are read before outcomes."""
-        self._unsettled.get(outcome.group_id, set()).discard(outcome.trajectory_id)
 
     def _on_version(self, version: int) -> None:
         if version > self.version:

@@ -94,6 +94,7 @@ def filter_by_job(query: str, known: Collection[str]) -> str:
 
 def as_json(dashboard: Dashboard, known: Collection[str]) -> dict[str, Any]:
     """The dashboard as Grafana's file. Raises UnknownMetric."""
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
     return {
         "uid": f"rose-{dashboard.name}",
         "title": dashboard.title,
@@ -102,7 +103,7 @@ def as_json(dashboard: Dashboard, known: Collection[str]) -> dict[str, Any]:
         "editable": False,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_source_choice(), _job_choice()]},
+        "templating": {"list": [source, _job_choice()]},
         "panels": [_panel(number, panel, known) for number, panel in enumerate(dashboard.panels)],
     }
 
@@ -129,10 +130,6 @@ def _panel(number: int, panel: Panel, known: Collection[str]) -> dict[str, Any]:
             for place, (legend, query) in enumerate(panel.queries.items())
         ],
     }
-
-
-def _source_choice() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
 
 
 def _job_choice() -> dict[str, Any]:

@@ -181,15 +181,12 @@ def _sample(sample: Sample) -> str:
     if sample.failure:
         return f"sample       failed: {sample.failure}; no reward"
     ended = f"{ENDED[sample.ended]}, " if sample.ended in ENDED else ""
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     return (
-        f"sample       {_reward(sample)}, {SOLVED[sample.success]}{ended}"
+        f"sample       {reward}, {SOLVED[sample.success]}{ended}"
         f"{len(sample.turns)} turns, {count(sample.tokens)} tokens, {_versions(sample.spans)}"
         f"{f', {sample.info}' if sample.info else ''}"
     )
-
-
-def _reward(sample: Sample) -> str:
-    return "no reward" if sample.reward is None else f"reward {sample.reward:g}"
 
 
 def _outcomes(history: TrajectoryHistory) -> Iterator[str]:

@@ -37,7 +37,6 @@ OCCUPANCY_POINTS = 400
 SHOWN_WORKERS = 8
 """Maximum number of workers that a chart shows separately: those with the most turns."""
 
-
 QUANTILES = ((0.99, "99th percentile", GREY), (0.9, "90th percentile", "#7fa3d1"), (0.5, "median", BLUE))
 """Quantiles of latencies with label and colour; the widest bar comes last."""
 
@@ -51,12 +50,10 @@ def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
     shares = [sum(bool(each.success) for each in versions[number]) / len(versions[number]) for number in numbers]
     sizes = [len(versions[number]) for number in numbers]
     figure = _figure(height=360)
-    errors = [1.96 * float(np.sqrt(p * (1 - p) / n)) for p, n in zip(shares, sizes, strict=True)]
-    upper = [p + e for p, e in zip(shares, errors, strict=True)]
-    lower = [p - e for p, e in zip(shares, errors, strict=True)]
+    errors = 1.96 * np.sqrt(np.multiply(shares, np.subtract(1, shares)) / sizes)
     figure.add_scatter(
         x=numbers + numbers[::-1],
-        y=upper + lower[::-1],
+        y=[*np.add(shares, errors).tolist(), *np.subtract(shares, errors).tolist()[::-1]],
         fill="toself",
         fillcolor="rgba(59,111,182,0.13)",
         mode="lines",
@@ -76,8 +73,7 @@ def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
         hovertemplate="version %{x}: %{y:.1%} of %{customdata} trajectories<extra></extra>",
     )
     newest = max((each.version for each in history.versions), default=numbers[-1])
-    held_out = [(0, success.before), (newest, success.after)]
-    measured = [(step, share) for step, share in held_out if share is not None]
+    measured = [(step, share) for step, share in ((0, success.before), (newest, success.after)) if share is not None]
     if measured:
         figure.add_scatter(
             x=[step for step, _ in measured],
@@ -134,7 +130,10 @@ def occupancy(history: RunHistory) -> go.Figure | None:
     if others := [own for worker, own in by_worker.items() if worker not in workers]:
         workers[f"{len(others)} others"] = list(chain.from_iterable(others))
     figure = _figure(height=260)
-    for (worker, own), colour in zip(workers.items(), _spread([BLUE, TEAL, AMBER], len(workers)), strict=True):
+    colours = [AMBER]
+    if len(workers) > 1:
+        colours = sample_colorscale([BLUE, TEAL, AMBER], np.linspace(0, 1, len(workers)).tolist())
+    for (worker, own), colour in zip(workers.items(), colours, strict=True):
         held = _held(own, moments)
         figure.add_scatter(
             x=moments - began,
@@ -158,6 +157,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
     if not window:
         return None
     began, _ = history.span_seconds
+    last = max(turn.times.finished_at for turn in window)
     by_worker = _by_worker(window)
     workers = _shown(by_worker)
     busiest = f", on the {len(workers)} busiest of {len(by_worker)} workers" if len(workers) < len(by_worker) else ""
@@ -170,7 +170,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
             figure.add_trace(_bars(lanes, version, began, colours[version], legend=row == 1), row=row, col=1)
         figure.update_yaxes(title_text=worker, showticklabels=False, row=row, col=1)
         for swap in history.swaps:
-            if swap.worker == worker and _starts(window[0]) <= swap.at <= _ends(window):
+            if swap.worker == worker and _starts(window[0]) <= swap.at <= last:
                 figure.add_vline(
                     x=swap.at - began,
                     line={"color": INK, "width": 1.2},
@@ -223,28 +223,25 @@ def latency(history: RunHistory) -> go.Figure | None:
 
 def prefix_cache(history: RunHistory) -> go.Figure | None:
     """Share of the context that came from the prefix cache, by turn number."""
-    totals: dict[int, list[int]] = {}
+    context, cached, reusable = Counter[int](), Counter[int](), Counter[int]()
     for turn in history.turns:
-        context, cached, reusable = totals.setdefault(turn.turn, [0, 0, 0])
-        totals[turn.turn] = [
-            context + turn.context_tokens,
-            cached + turn.cached_tokens,
-            reusable + turn.reusable_tokens,
-        ]
-    numbers = [number for number in sorted(totals) if totals[number][0]]
+        context[turn.turn] += turn.context_tokens
+        cached[turn.turn] += turn.cached_tokens
+        reusable[turn.turn] += turn.reusable_tokens
+    numbers = [number for number in sorted(context) if context[number]]
     if not numbers:
         return None
     figure = _figure(height=320)
     figure.add_bar(
         x=numbers,
-        y=[totals[number][1] / totals[number][0] for number in numbers],
+        y=[cached[number] / context[number] for number in numbers],
         name="from the cache",
         marker={"color": TEAL},
         hovertemplate="turn %{x}: %{y:.1%} from the cache<extra></extra>",
     )
     figure.add_scatter(
         x=numbers,
-        y=[totals[number][2] / totals[number][0] for number in numbers],
+        y=[reusable[number] / context[number] for number in numbers],
         mode="markers",
         marker={"symbol": "line-ew-open", "size": 18, "color": INK, "line": {"width": 2}},
         name="computed by the turn before, same version",
@@ -304,14 +301,6 @@ def _held(turns: Sequence[TurnFact], moments: npt.NDArray[np.float64]) -> npt.ND
     return np.searchsorted(starts, moments, "right") - np.searchsorted(ends, moments, "right")
 
 
-def _held_seconds(turn: TurnFact) -> float:
-    return turn.times.finished_at - turn.times.received_at
-
-
-def _ends(turns: Sequence[TurnFact]) -> float:
-    return max(turn.times.finished_at for turn in turns)
-
-
 def _window(history: RunHistory) -> list[TurnFact]:
     """Return the turns around the swap during which the most turns were held, in the order of their arrival."""
     turns = sorted((turn for turn in history.turns if turn.worker), key=_starts)
@@ -348,7 +337,7 @@ def _bars(lanes: Sequence[tuple[int, TurnFact]], version: int, began: float, col
     return go.Bar(
         y=[lane for lane, _ in own],
         base=[_starts(turn) - began for _, turn in own],
-        x=[_held_seconds(turn) for _, turn in own],
+        x=[turn.times.finished_at - _starts(turn) for _, turn in own],
         orientation="h",
         marker={"color": colour, "line": {"width": 0.4, "color": "white"}},
         width=0.86,
@@ -361,10 +350,6 @@ def _bars(lanes: Sequence[tuple[int, TurnFact]], version: int, began: float, col
         hovertemplate="%{customdata[0]} turn %{customdata[1]}: %{customdata[2]:.1f} ms<extra>version "
         + f"{version}</extra>",
     )
-
-
-def _spread(colours: list[str], count: int) -> list[str]:
-    return list(sample_colorscale(colours, np.linspace(0, 1, count).tolist())) if count > 1 else colours[-1:]
 
 
 def _figure(figure: go.Figure | None = None, *, height: int) -> go.Figure:
@@ -411,10 +396,10 @@ def lending_chart(rows: Sequence[LendingSecond], promised: LatencyBudgets) -> go
     seconds = [row.at - rows[0].at for row in rows]
     figure = make_subplots(rows=4, cols=1, shared_xaxes=True, row_heights=LENDING_HEIGHTS, vertical_spacing=0.085)
     _figure(figure, height=720)
-    figure.add_trace(_second_bars(seconds, [row.served_tokens for row in rows], BLUE, "%{y:.0f} tokens to users"), 1, 1)
+    _second_bars(figure, 1, seconds, [row.served_tokens for row in rows], BLUE, "%{y:.0f} tokens to users")
     _latency_panel(figure, 2, seconds, [(row.ttft, row.ttft_most) for row in rows], promised.ttft)
     _latency_panel(figure, 3, seconds, [(row.tpot, row.tpot_most) for row in rows], promised.tpot)
-    figure.add_trace(_second_bars(seconds, [row.lent_tokens for row in rows], ROSE, "%{y:.0f} tokens lent"), 4, 1)
+    _second_bars(figure, 4, seconds, [row.lent_tokens for row in rows], ROSE, "%{y:.0f} tokens lent")
     _draw_cuts_and_freezes(figure, rows, seconds)
     for number, (caption, unit, colour) in enumerate(LENDING_CAPTIONS, 1):
         figure.add_annotation(
@@ -436,14 +421,18 @@ def lending_chart(rows: Sequence[LendingSecond], promised: LatencyBudgets) -> go
     return figure
 
 
-def _second_bars(seconds: Sequence[int], values: Sequence[float], colour: str, label: str) -> go.Bar:
-    return go.Bar(
+def _second_bars(
+    figure: go.Figure, number: int, seconds: Sequence[int], values: Sequence[float], colour: str, label: str
+) -> None:
+    figure.add_bar(
         x=seconds,
         y=values,
         width=1,
         offset=0,
         marker={"color": colour, "line": {"width": 0}},
         hovertemplate=label + "<extra></extra>",
+        row=number,
+        col=1,
     )
 
 
@@ -506,17 +495,15 @@ def _draw_cuts_and_freezes(figure: go.Figure, rows: Sequence[LendingSecond], sec
     cut = [(at, row) for at, row in zip(seconds, rows, strict=True) if row.cuts]
     if cut:
         top = max(row.lent_tokens for row in rows)
-        figure.add_trace(
-            go.Scatter(
-                x=[at for at, _ in cut],
-                y=[top] * len(cut),
-                mode="markers",
-                marker={"symbol": "triangle-down", "size": 9, "color": INK},
-                customdata=[row.cuts for _, row in cut],
-                hovertemplate="cut %{customdata} times<extra></extra>",
-            ),
-            4,
-            1,
+        figure.add_scatter(
+            x=[at for at, _ in cut],
+            y=[top] * len(cut),
+            mode="markers",
+            marker={"symbol": "triangle-down", "size": 9, "color": INK},
+            customdata=[row.cuts for _, row in cut],
+            hovertemplate="cut %{customdata} times<extra></extra>",
+            row=4,
+            col=1,
         )
 
 

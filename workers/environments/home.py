@@ -211,7 +211,7 @@ class Home:
             group_id = decision.opens.group_id
             if not has_room or any(other.prompt and other.prompt.group_id == group_id for other in self.decisions):
                 return None
-            self._on_opened(decision.opens, outcomes_from)
+            self.open_groups[decision.opens.group_id] = _all_wait(decision.opens, outcomes_from)
         self.decisions.append(decision)
         self._waiting.popleft()
         return decision
@@ -382,10 +382,6 @@ class Home:
         for group_id in old:
             del self.groups[group_id]
         return old
-
-    def _on_opened(self, prompt: Prompt, outcomes_from: int) -> None:
-        """The group counts as unsettled from now on."""
-        self.open_groups[prompt.group_id] = _all_wait(prompt, outcomes_from)
 
 
 def _by_hand(request: SettleRequest) -> str:

@@ -232,14 +232,9 @@ def _sample(
         turns=tuple(trajectory.turns),
         reward=reward,
         success=success,
-        failure=_bounded_text(failure),
+        failure=failure[:FAILURE_CHARACTERS].encode(errors="replace").decode(),  # UTF-8 cannot encode some characters
         info=info or {},
         device_seconds=trajectory.device_seconds,
         completed_at=now,
         ended=ended,
     )
-
-
-def _bounded_text(text: str) -> str:
-    """The text cut to FAILURE_CHARACTERS, without characters that UTF-8 cannot encode."""
-    return text[:FAILURE_CHARACTERS].encode(errors="replace").decode()

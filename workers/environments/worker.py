@@ -156,7 +156,8 @@ class EnvironmentWorker:
         self._jobs = []
         self._on_answers(self._runners.results(STEP_WAIT_SECONDS if self._runners.in_flight else 0.0))
         self._write()
-        self._sweep()
+        if self._outbox is not None and self._homes and self._log_cleaner.is_due(time.monotonic()):
+            self._log_cleaner.sweep(self._outbox.needed(self._homes))
         self._export_gauges()
 
     def _recover(self) -> None:
@@ -427,10 +428,6 @@ class EnvironmentWorker:
         ended = self._outbox.commit(self._homes, ready)
         if ended:
             self._runners.release(ended)
-
-    def _sweep(self) -> None:
-        if self._outbox is not None and self._homes and self._log_cleaner.is_due(time.monotonic()):
-            self._log_cleaner.sweep(self._outbox.needed(self._homes))
 
     def _unsettled(self) -> int:
         return sum(len(home.open_groups) for home in self._homes.values())

@@ -178,7 +178,8 @@ class SampleStream:
         Returns fewer groups if the run has fewer left, and none if the run has ended or `stop` is set. Raises BusError.
         """
         while not self._stop.is_set():
-            target = min(count, self._left()) if self._total else count
+            left = self._total - len(self._ended_groups | self._handed_out)
+            target = min(count, left) if self._total else count
             if target <= 0:
                 break
             if self._assembly.complete_groups >= target:
@@ -303,9 +304,6 @@ class SampleStream:
         if begin < low:
             log.error("samples_lost", partition=place[1], from_offset=begin, kept_from=low)
         return max(begin, low), high
-
-    def _left(self) -> int:
-        return self._total - len(self._ended_groups | self._handed_out)
 
     def _on_item(self, item: Item) -> None:
         if item.topic is GROUPS:
