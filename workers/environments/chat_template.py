@@ -4,7 +4,8 @@ Keeps true
 - A format is taken from a template only if rendering one more turn leaves all earlier text and tokens unchanged, for
   several texts, some with actions that begin with reasoning. Otherwise one sentence says what changes.
 - White space that a template cuts off the ends of an observation is cut off by the format as well.
-- A template gets the variables that transformers passes, except the date (see `template_rendering.py`).
+- A template runs in jinja2's sandbox and gets the variables that transformers passes: the messages, the names of
+  special tokens, and empty tools and documents. It gets no date, so its output is the same after every restart.
 
 Example (ChatML)
     user `a`                      `<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n`
@@ -12,12 +13,16 @@ Example (ChatML)
     so the stop token is `<|im_end|>`, and a later observation begins with `\n<|im_start|>user\n`
 """
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from rose.schemas.errors import UsageError
 from rose.workers.tokenizer import CONFIG_FILE, NAMES, PLAIN_CLASSES, TokenizerError, read_object
+
+if TYPE_CHECKING:  # imported where a template is read, which few processes do
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEMPLATE_FILE = "chat_template.jinja"
 """Name of the template's file. In other folders the template is a field of the tokenizer's configuration."""
@@ -108,9 +113,11 @@ def _check_constants(template: str, framing: Framing, render: Render, folder: Pa
 
     Raises TurnFormatError if the template changes such an action once another turn follows.
     """
-    from rose.workers.environments.template_rendering import string_constants
+    from jinja2.nodes import Const
 
-    texts = [text for text in string_constants(template) if framing.stop not in text]
+    constants = [each.value for each in _sandbox().parse(template).find_all(Const)]
+    texts = [text for text in dict.fromkeys(constants) if isinstance(text, str) and text.strip()]
+    texts = [text for text in texts if framing.stop not in text]
     actions: list[str] = []
     for text in texts:
         actions += [f"7 and 3\n{text}\n=12", f"{text.strip()}7 and 3", f"7 and 3{text.strip()}"]
@@ -210,9 +217,11 @@ def _changes(folder: Path, action: str, second: str) -> TurnFormatError:
 
 
 def _renderer(template: str, folder: Path, named: Mapping[str, str | None]) -> Render:
-    from rose.workers.environments.template_rendering import names_used, rendering
+    from jinja2.meta import find_undeclared_variables
 
-    known = {name: token for name, token in named.items() if token is not None}
+    sandbox = _sandbox()
+    known: dict[str, object] = {name: token for name, token in named.items() if token is not None}
+    known |= {"tools": None, "documents": None, "add_generation_prompt": True}
 
     def guarded(call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -221,14 +230,50 @@ def _renderer(template: str, folder: Path, named: Mapping[str, str | None]) -> R
             reason = " ".join(str(error).split())
             raise TurnFormatError(f"{folder}: its chat template fails on plain messages ({reason}): {FIX}") from error
 
-    unnamed = sorted(guarded(names_used, template) & set(NAMES) - set(named))
+    used = guarded(lambda: find_undeclared_variables(sandbox.parse(template)))
+    unnamed = sorted(used & set(NAMES) - set(named))
     if unnamed and reading(read_object, folder / CONFIG_FILE).get("tokenizer_class") not in PLAIN_CLASSES:
         raise TurnFormatError(
             f"{folder}: its chat template writes {unnamed[0]}, and no file says which token that is: name it in "
             f"{CONFIG_FILE}, or null if there is none"
         )
-    render = guarded(rendering, template, known)
-    return lambda messages: guarded(render, messages)
+    parsed = guarded(sandbox.from_string, template)
+    return lambda messages: str(guarded(lambda: parsed.render(messages=messages, **known)))
+
+
+def _sandbox() -> "ImmutableSandboxedEnvironment":
+    """Return jinja2's sandbox with what transformers adds to the language."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import CallBlock, Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """`{% generation %}`, by which templates mark what the policy says: its body is rendered as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def refuse(reason: str) -> str:
+        raise TemplateError(reason)
+
+    def to_json(value: Any, ensure_ascii: Any = False, indent: Any = None, **layout: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **layout)
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    sandbox.globals["raise_exception"] = refuse
+    sandbox.filters["tojson"] = to_json
+    return sandbox
 
 
 def read_template(folder: Path) -> str | None:
