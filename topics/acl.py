@@ -346,14 +346,7 @@ def _operations_by_resource(found: Iterable[Acl]) -> dict[tuple[Resource, str, b
     return operations
 
 
-_OPERATIONS = {
-    AclOperation.READ: Operation.READ,
-    AclOperation.WRITE: Operation.WRITE,
-    AclOperation.ALTER: Operation.ALTER,
-    AclOperation.DELETE: Operation.DELETE,
-    AclOperation.DESCRIBE: Operation.DESCRIBE,
-    AclOperation.DESCRIBE_CONFIGS: Operation.DESCRIBE_CONFIGS,
-}
+_OPERATIONS = {AclOperation[each.name]: each for each in Operation if each is not Operation.CREATE}
 
 VISIBLE_OPERATIONS = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
 """A client with one of these rights sees the topic. For a hidden topic the broker does not report other rights."""

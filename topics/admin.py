@@ -43,6 +43,7 @@ from rose.topics.errors import (
     AuthenticationFailed,
     BrokerUnreachable,
     BusError,
+    bus_errors,
 )
 from rose.topics.queries import metadata_of, offset_in
 from rose.topics.reader import Reader
@@ -327,10 +328,8 @@ def expected_settings(topic: Topic, retention: Retention) -> dict[str, str]:
 def _add_partitions(client: AdminClient, name: str, count: int) -> None:
     """Increase a topic's partitions to `count`. Raises BusError."""
     for future in client.create_partitions([NewPartitions(name, count)], request_timeout=ADMIN_SECONDS).values():
-        try:
+        with bus_errors(f"adding partitions to {name}", f"Alter on topic {name}"):
             future.result()
-        except KafkaException as error:
-            raise BusError(f"adding partitions to {name}", error.args[0], f"Alter on topic {name}") from error
 
 
 def _is_equal(expected: str, actual: str | None) -> bool:
@@ -351,11 +350,8 @@ def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]
     configs: dict[Topic, dict[str, str]] = {}
     for resource, future in futures.items():
         topic = resources[resource]
-        try:
+        with bus_errors(f"describing topic {resource.name}", f"DescribeConfigs on topic {resource.name}"):
             entries = future.result()
-        except KafkaException as error:
-            right = f"DescribeConfigs on topic {resource.name}"
-            raise BusError(f"describing topic {resource.name}", error.args[0], right) from error
         configs[topic] = {
             key: entries[key].value for key in expected_settings(topic, settings.retention) if key in entries
         }
@@ -365,11 +361,8 @@ def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]
 def _records(client: AdminClient, name: str, partitions: int) -> int:
     def ends(spec: OffsetSpec) -> int:
         requests = {TopicPartition(name, partition): spec for partition in range(partitions)}
-        try:
-            answers = client.list_offsets(requests, request_timeout=ADMIN_SECONDS)
-            return sum(offset_in(future) for future in answers.values())
-        except KafkaException as error:
-            raise BusError(f"reading the ends of {name}", error.args[0], f"Describe on topic {name}") from error
+        with bus_errors(f"reading the ends of {name}", f"Describe on topic {name}"):
+            return sum(map(offset_in, client.list_offsets(requests, request_timeout=ADMIN_SECONDS).values()))
 
     return ends(OffsetSpec.latest()) - ends(OffsetSpec.earliest())
 
@@ -406,9 +399,8 @@ def lowest_committed(
     """
     admin = connect(settings)  # kept in a variable, because the client must live until its request is answered
     try:
-        listed = admin.list_consumer_groups(request_timeout=ADMIN_SECONDS).result(ADMIN_SECONDS)
-    except KafkaException as error:
-        raise BusError("listing consumer groups", error.args[0]) from error
+        with bus_errors("listing consumer groups"):
+            listed = admin.list_consumer_groups(request_timeout=ADMIN_SECONDS).result(ADMIN_SECONDS)
     except TimeoutError as error:
         raise BusError("listing consumer groups", KafkaError(KafkaError._TIMED_OUT)) from error
     if listed.errors:
@@ -441,11 +433,8 @@ def delete_before(settings: BusSettings, needed: Mapping[Place, int], *, client_
     if before:
         requests = [TopicPartition(settings.topic(topic), part, offset) for (topic, part), offset in before.items()]
         for partition, deleted in admin.delete_records(requests).items():
-            try:
+            with bus_errors("deleting records that are not needed any more", f"Delete on topic {partition.topic}"):
                 deleted.result()
-            except KafkaException as error:
-                right = f"Delete on topic {partition.topic}"
-                raise BusError("deleting records that are not needed any more", error.args[0], right) from error
     return before
 
 

@@ -9,9 +9,10 @@ Pure: times are monotonic seconds. A single query of the broker is repeated by `
 `topics/transactions.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 
 from rose.schemas.errors import RoseError
 from rose.topics.backoff import Backoff
@@ -174,6 +175,15 @@ class BusError(RoseError):
         self.is_permanent = error.code() in PERMANENT_CODES
         self.outcome_unknown = error.code() == KafkaError._TIMED_OUT
         self.is_fenced = error.code() in FENCED_CODES
+
+
+@contextmanager
+def bus_errors(action: str, *rights: str) -> Iterator[None]:
+    """Raise an error of the client in this block as BusError; `action` and `rights` as there."""
+    try:
+        yield
+    except KafkaException as error:
+        raise BusError(action, error.args[0], *rights) from error
 
 
 def is_permanent(error: Exception) -> bool:

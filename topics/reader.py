@@ -30,7 +30,14 @@ from rose.schemas.errors import RecordError, ThreadRefused
 from rose.schemas.record import Record
 from rose.schemas.wire import decode
 from rose.topics.catalog import LOG_GROUP, Topic
-from rose.topics.errors import AUTHORIZATION_CODES, UNKNOWN_PARTITION_CODES, BusError, TopicMissing, is_transient
+from rose.topics.errors import (
+    AUTHORIZATION_CODES,
+    UNKNOWN_PARTITION_CODES,
+    BusError,
+    TopicMissing,
+    bus_errors,
+    is_transient,
+)
 from rose.topics.idle_consumer import IdleConsumer
 from rose.topics.metrics import DEAD_LETTERS, READ, counter_of
 from rose.topics.processes import start_thread
@@ -220,11 +227,11 @@ class Reader:
 
         Uses a client of its own, so any thread may call this. Raises BusError within about COORDINATOR_ANSWER_SECONDS.
         """
-        try:
-            with closing(self._observer()) as asking:
-                asking.committed([self._partition(place, 0)], timeout=COORDINATOR_ANSWER_SECONDS)
-        except KafkaException as error:
-            raise BusError("reaching the coordinator of a group", error.args[0], self.right_to_group) from error
+        with (
+            bus_errors("reaching the coordinator of a group", self.right_to_group),
+            closing(self._observer()) as asking,
+        ):
+            asking.committed([self._partition(place, 0)], timeout=COORDINATOR_ANSWER_SECONDS)
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
         """Commit the next offset to read of each partition asynchronously, before the end of `close` at the latest.
@@ -232,10 +239,8 @@ class Reader:
         Does not wait. If the broker refuses the commit, a warning is logged and the group keeps its older offsets.
         Raises BusError if the client refuses it.
         """
-        try:
+        with bus_errors("committing offsets"):
             self._consumer.commit(offsets=[self._partition(place, offset) for place, offset in offsets.items()])
-        except KafkaException as error:
-            raise BusError("committing offsets", error.args[0]) from error
 
     def offsets_at(self, places: Sequence[Place], timestamp_seconds: float) -> dict[Place, int]:
         """The first offset with a timestamp at or after the time, for each partition; its end if there is none.
@@ -391,11 +396,9 @@ class Reader:
     def _assign_places(self, places: Mapping[Place, int]) -> None:
         """Assign and resume: librdkafka would keep an application's pause of a partition over an assignment."""
         partitions = [self._partition(place, at) for place, at in self._resolved_offsets(places).items()]
-        try:
+        with bus_errors("taking partitions on"):
             self._consumer.assign(partitions)
             self._consumer.resume(partitions)
-        except KafkaException as error:
-            raise BusError("taking partitions on", error.args[0]) from error
         self._assigned = set(places)
 
     def _partition(self, place: Place, offset: int) -> TopicPartition:
