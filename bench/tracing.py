@@ -57,7 +57,7 @@ class Blind(Writer):
             partition,
             own_headers,
             on_delivery,
-            counter_of(WRITTEN, topic),
+            counter_of(WRITTEN, topic).inc,
         )
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
-from prometheus_client import Counter
 
 from rose.schemas.errors import ThreadRefused
 from rose.schemas.record import Record
@@ -138,7 +137,7 @@ class Writer:
         if tracing.exporter is not None and trajectory_id is not None:
             tracing.exporter.on_written(ready.record, name)
         self._produce(
-            name, key.encode(), ready.wire, partition, message_headers, on_delivery, counter_of(WRITTEN, topic)
+            name, key.encode(), ready.wire, partition, message_headers, on_delivery, counter_of(WRITTEN, topic).inc
         )
 
     def tombstone(
@@ -146,13 +145,13 @@ class Writer:
     ) -> None:
         """Write a tombstone, which deletes the key."""
         self._produce(
-            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counter_of(WRITTEN, topic)
+            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counter_of(WRITTEN, topic).inc
         )
 
     def forward(self, topic: Topic, raw: RawMessage, *, partition: int, key: bytes | None) -> None:
         """Write a message unchanged to another partition, under this key."""
-        headers, counted = list(raw.headers), counter_of(WRITTEN, topic)
-        self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, counted)
+        headers, count = list(raw.headers), counter_of(WRITTEN, topic).inc
+        self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, count)
 
     def dead_letter(
         self,
@@ -168,8 +167,8 @@ class Writer:
         """
         letter = to_dead_letter(message, reason, topic=self._settings.topic(message.topic), sent_back=sent_back)
         name = f"{self._settings.namespace}{message.topic.dead_letters}"
-        counted = counter_of(DEAD_LETTERS, message.topic)
-        self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, counted)
+        count = counter_of(DEAD_LETTERS, message.topic).inc
+        self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, count)
 
     def partition_count(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
@@ -361,14 +360,14 @@ class Writer:
         partition: int | None,
         headers: list[tuple[str, bytes]],
         on_delivery: Callable[[int, int], None] | None,
-        counted: Counter,
+        count: Callable[[], None],
     ) -> None:
         def delivered(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 self._failure = error, name
                 return
             self._stored += 1
-            counted.inc()
+            count()
             if on_delivery is not None:
                 on_delivery(message.partition(), message.offset())
 

@@ -148,7 +148,7 @@ class RunnerServer:
 
     def _obey(self) -> None:
         handlers: dict[str, Callable[[Any], None]] = {
-            "start": self._start,
+            "start": lambda jobs: self._runner.start([decode_as(JOBS, name, fields) for name, fields in jobs]),
             "release": self._runner.release,
             "cancel": self._runner.cancel,
             "begin_generation": self._runner.begin_generation,
@@ -167,10 +167,6 @@ class RunnerServer:
             self._send(msgspec.msgpack.encode(("changed", change)))
         finally:
             _exit(0)  # also if there is no memory for the message
-
-    def _start(self, jobs: list[tuple[str, Any]]) -> None:
-        taken: list[Job] = [decode_as(JOBS, name, fields) for name, fields in jobs]
-        self._runner.start(taken)
 
     def _answer(self, job: Job, answer: JobResult) -> None:
         try:

@@ -83,12 +83,11 @@ class EnvironmentWorker:
         window_groups: int,
         runners: RunnerPool,
         check_environment: Callable[[str], object],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """`name`: unique name of the worker.
 
         `window_groups`: most groups without all outcomes. `check_environment` raises UsageError if a name leads to no
-        environment. `clock`: Unix seconds.
+        environment.
         """
         register(metrics.ENVIRONMENT)
         self._settings = settings
@@ -97,7 +96,6 @@ class EnvironmentWorker:
         self._window_groups = window_groups
         self._runners = runners
         self._check_environment = check_environment
-        self._clock = clock
         self._member = Membership(settings, name, ENVIRONMENT_GROUP, on_wait=self._on_wait)
         self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, on_wait=self._on_wait)
         self._outbox: Outbox | None = None
@@ -202,7 +200,7 @@ class EnvironmentWorker:
                 self._name,
                 self._member.reader,
                 rules=self._rules,
-                clock=self._clock,
+                clock=time.time,
                 still_needed=lambda: not self._stop.is_set(),
                 on_wait=self._keep_membership,
             )
@@ -223,7 +221,7 @@ class EnvironmentWorker:
         self._homes = taken.homes
         for home, lost in taken.broken:
             log.error("trajectory_broken", trajectory=lost.trajectory_id, reason=lost.reason)
-            written = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
+            written = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, time.time())
             self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
         reader.assign(taken.begins)
@@ -295,7 +293,7 @@ class EnvironmentWorker:
             return
         home.results.on_read(offset)
         trajectory.applying = True
-        now = self._clock()
+        now = time.time()
         failure = f"the turn was given up: {result.reason}"
         if verdict is ResultVerdict.APPLY:
             problem = result_error(result, count(trajectory.tokens))
@@ -321,7 +319,7 @@ class EnvironmentWorker:
         log.warning("context_missing", trajectory=name, turn=trajectory.turn, reason=reason)
         metrics.TORN.inc()
         home.results.on_read(offset)
-        self._ready.append(PendingTransition(home, name, request_again(trajectory, self._rules, self._clock()), offset))
+        self._ready.append(PendingTransition(home, name, request_again(trajectory, self._rules, time.time()), offset))
 
     def _on_settle_items(self, items: Iterable[Item]) -> None:
         """Apply outcomes and settle requests to the homes."""
@@ -345,7 +343,7 @@ class EnvironmentWorker:
                     log.warning("settle_request_without_effect", trajectory=name, reason=reason)
                     continue
                 log.warning("trajectory_settled_by_hand", trajectory=name, reason=reason)
-                written = fail_trajectory(trajectory, reason, self._rules, self._clock())
+                written = fail_trajectory(trajectory, reason, self._rules, time.time())
                 self._ready.append(PendingTransition(home, name, written, None))
 
     def _open_groups(self) -> None:
@@ -376,7 +374,7 @@ class EnvironmentWorker:
 
     def _on_answers(self, answers: Sequence[tuple[Job, JobResult]]) -> None:
         """Handle the results of environment jobs; results of an older generation are ignored."""
-        now = self._clock()
+        now = time.time()
         for job, answer in answers:
             if job.generation != self._generation:
                 continue

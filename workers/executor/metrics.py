@@ -9,13 +9,14 @@ Keeps true
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rose.schemas.arrays import count
 from rose.schemas.turns import TurnOutcome
 from rose.topics.metrics import register, unregister
-from rose.workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats, TurnFinished
+from rose.workers.executor.ipc.messages import EngineStatus, ServingStats, TurnFinished
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -25,84 +26,59 @@ EXECUTOR = CollectorRegistry()
 LENDER = CollectorRegistry()
 """Metrics that a lender exports while it runs, from the first status with serving statistics on."""
 
-TURNS = Counter("rose_executor_turns_total", "Turns answered or dropped, by outcome.", ["outcome"], registry=EXECUTOR)
-TOKENS = Counter("rose_executor_tokens_total", "Tokens of finished turns, by kind.", ["kind"], registry=EXECUTOR)
-STEPS = Counter("rose_executor_steps_total", "Engine steps.", registry=EXECUTOR)
-STEP_SECONDS = Counter("rose_executor_step_seconds_total", "Time that engine steps took.", registry=EXECUTOR)
-TURN_SECONDS = Histogram(
-    "rose_executor_turn_seconds", "Time of a turn from the inbox to its last token.", buckets=SECONDS, registry=EXECUTOR
-)
-SWAP_SECONDS = Histogram(
-    "rose_executor_swap_seconds",
-    "Pause of the engine to activate a policy version.",
-    buckets=SECONDS,
-    registry=EXECUTOR,
-)
-CONTEXTS = Counter(
+_counter, _gauge = partial(Counter, registry=EXECUTOR), partial(Gauge, registry=EXECUTOR)
+_histogram = partial(Histogram, buckets=SECONDS, registry=EXECUTOR)
+_lender_counter, _lender_gauge = partial(Counter, registry=LENDER), partial(Gauge, registry=LENDER)
+
+TURNS = _counter("rose_executor_turns_total", "Turns answered or dropped, by outcome.", ["outcome"])
+TOKENS = _counter("rose_executor_tokens_total", "Tokens of finished turns, by kind.", ["kind"])
+STEPS = _counter("rose_executor_steps_total", "Engine steps.")
+STEP_SECONDS = _counter("rose_executor_step_seconds_total", "Time that engine steps took.")
+TURN_SECONDS = _histogram("rose_executor_turn_seconds", "Time of a turn from the inbox to its last token.")
+SWAP_SECONDS = _histogram("rose_executor_swap_seconds", "Pause of the engine to activate a policy version.")
+CONTEXTS = _counter(
     "rose_executor_contexts_total",
     "Contexts of turns: carried by the dispatch, kept from the turn before, read back from the log, or torn.",
     ["found"],
-    registry=EXECUTOR,
 )
-READ_BACK_SECONDS = Histogram(
+READ_BACK_SECONDS = _histogram(
     "rose_executor_context_read_back_seconds",
     "Time to read a context back from the log, from the dispatch to its last token.",
-    buckets=SECONDS,
-    registry=EXECUTOR,
 )
-HELD_TURNS = Gauge("rose_executor_held_turns", "Turns held, without an answer so far.", registry=EXECUTOR)
-KV_CAPACITY_BYTES = Gauge(
-    "rose_executor_kv_capacity_bytes", "KV cache that turns may hold; for a lender, at this moment.", registry=EXECUTOR
+HELD_TURNS = _gauge("rose_executor_held_turns", "Turns held, without an answer so far.")
+KV_CAPACITY_BYTES = _gauge(
+    "rose_executor_kv_capacity_bytes", "KV cache that turns may hold; for a lender, at this moment."
 )
-KV_FREE_BYTES = Gauge(
-    "rose_executor_kv_free_bytes", "Free part of the KV cache that turns may hold.", registry=EXECUTOR
+KV_FREE_BYTES = _gauge("rose_executor_kv_free_bytes", "Free part of the KV cache that turns may hold.")
+POLICY_VERSION = _gauge("rose_executor_policy_version", "Policy version that serves; -1 before one is proven.")
+SWAPS_REFUSED = _counter("rose_executor_swaps_refused_total", "Staged versions that the engine refused.")
+LENT_BYTES = _lender_gauge("rose_lender_budget_bytes", "KV memory that rollout turns may hold.")
+FROZEN = _lender_gauge("rose_lender_frozen", "Whether the KV budget was cut and does not grow.")
+CUTS = _lender_counter("rose_lender_cuts_total", "Times that serving took KV memory back from rollouts.")
+CUT_SECONDS = _lender_counter("rose_lender_cut_seconds_total", "Time that cuts took between two steps of serving.")
+PREEMPTED = _lender_counter("rose_lender_preempted_total", "Turns preempted for lack of KV memory.")
+LOOKS = _lender_counter("rose_lender_looks_total", "Times that the KV memory was divided again.")
+LOOK_SECONDS = _lender_counter("rose_lender_look_seconds_total", "Time to divide the KV memory, cuts included.")
+SERVING_REQUESTS = _lender_gauge(
+    "rose_lender_serving_requests", "Requests of serving, by state; NaN without a guest.", ["state"]
 )
-POLICY_VERSION = Gauge(
-    "rose_executor_policy_version", "Policy version that serves; -1 before one is proven.", registry=EXECUTOR
-)
-SWAPS_REFUSED = Counter(
-    "rose_executor_swaps_refused_total", "Staged versions that the engine refused.", registry=EXECUTOR
-)
-LENT_BYTES = Gauge("rose_lender_budget_bytes", "KV memory that rollout turns may hold.", registry=LENDER)
-FROZEN = Gauge("rose_lender_frozen", "Whether the KV budget was cut and does not grow.", registry=LENDER)
-CUTS = Counter("rose_lender_cuts_total", "Times that serving took KV memory back from rollouts.", registry=LENDER)
-CUT_SECONDS = Counter(
-    "rose_lender_cut_seconds_total", "Time that cuts took between two steps of serving.", registry=LENDER
-)
-PREEMPTED = Counter("rose_lender_preempted_total", "Turns preempted for lack of KV memory.", registry=LENDER)
-LOOKS = Counter("rose_lender_looks_total", "Times that the KV memory was divided again.", registry=LENDER)
-LOOK_SECONDS = Counter(
-    "rose_lender_look_seconds_total", "Time to divide the KV memory, cuts included.", registry=LENDER
-)
-SERVING_REQUESTS = Gauge(
-    "rose_lender_serving_requests",
-    "Requests of serving, by state; NaN without a guest.",
-    ["state"],
-    registry=LENDER,
-)
-HEADROOM_SECONDS = Gauge(
+HEADROOM_SECONDS = _lender_gauge(
     "rose_lender_headroom_seconds",
     "Least slack of serving at the last check, by kind of step; NaN if nothing waits or no guest needs it.",
     ["kind"],
-    registry=LENDER,
 )
-GUEST_PIECE_SECONDS = Histogram(
+GUEST_PIECE_SECONDS = _histogram(
     "rose_lender_guest_piece_seconds",
     "Longest guest piece between two checks for new requests, since the report before.",
-    buckets=SECONDS,
     registry=LENDER,
 )
-PREDICTION_ERROR = Gauge(
+PREDICTION_ERROR = _lender_gauge(
     "rose_lender_prediction_error_ratio",
     "Error of step predictions, relative to the prediction: the 90th percentile, by tenant.",
     ["step"],
-    registry=LENDER,
 )
-HELD_BACK = Counter(
-    "rose_lender_held_back_total",
-    "Times that a guest with work was not allowed to compute, by reason.",
-    ["why"],
-    registry=LENDER,
+HELD_BACK = _lender_counter(
+    "rose_lender_held_back_total", "Times that a guest with work was not allowed to compute, by reason.", ["why"]
 )
 
 for _outcome in (*TurnOutcome, "dropped_claim", "dropped_incarnation", "dropped_duplicate"):
@@ -173,22 +149,18 @@ def show_lending(status: EngineStatus) -> None:
 
     Of a suspended engine, set the budget to 0 and the metrics of serving to NaN.
     """
-    if status.lending is not None:
-        _show_memory(status.lending)
+    if (stats := status.lending) is not None:
+        register(LENDER)
+        LENT_BYTES.set(stats.budget_bytes)
+        FROZEN.set(stats.frozen)
+        CUTS.inc(stats.cuts)
+        CUT_SECONDS.inc(stats.cut_seconds)
+        PREEMPTED.inc(stats.preempted)
+        LOOKS.inc(stats.looks)
+        LOOK_SECONDS.inc(stats.look_seconds)
     if status.suspended_reason:
         register(LENDER)
         _set_suspended()
-
-
-def _show_memory(stats: LendingStats) -> None:
-    register(LENDER)
-    LENT_BYTES.set(stats.budget_bytes)
-    FROZEN.set(stats.frozen)
-    CUTS.inc(stats.cuts)
-    CUT_SECONDS.inc(stats.cut_seconds)
-    PREEMPTED.inc(stats.preempted)
-    LOOKS.inc(stats.looks)
-    LOOK_SECONDS.inc(stats.look_seconds)
 
 
 def _set_suspended() -> None:

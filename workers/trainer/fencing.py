@@ -25,6 +25,9 @@ from rose.topics.records import Envelope, InvalidMessage, Place
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
+CLIENT_ID = "trainer"
+"""Name of the clients of a stream."""
+
 OUTCOMES_PLACE: Place = (OUTCOMES, 0)
 """The outcomes topic has one partition. Every transaction commits an offset of it, so its metadata holds the newest
 mark."""
@@ -35,9 +38,9 @@ log = structlog.get_logger("trainer")
 class FencedCommitter:
     """The transactions of one stream. Making one fences all older streams of the model."""
 
-    def __init__(self, settings: BusSettings, model_id: str, client_id: str, stop: Event) -> None:
+    def __init__(self, settings: BusSettings, model_id: str, stop: Event) -> None:
         """`stop` ends waiting for an unreachable broker. Raises BusError."""
-        self._settings, self._client_id, self._stop = settings, client_id, stop
+        self._settings, self._stop = settings, stop
         self._id = f"{TRAINER_PREFIX}{model_id}"
         self._lock = Lock()
         self._name, self._numbers = uuid4().hex, count()
@@ -136,7 +139,7 @@ class FencedCommitter:
     def _fencing(self) -> Writer:
         return Writer(
             self._settings,
-            self._client_id,
+            CLIENT_ID,
             transactional_id=self._id,
             still_needed=lambda: not self._stop.is_set(),
         )

@@ -13,6 +13,7 @@ A tracker (Weights & Biases, MLflow, TensorBoard) is one more class with the two
 import os
 from collections import Counter as Counts
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -36,67 +37,42 @@ OTHER_MODEL, DEAD_LETTER = "other_model", "dead_letter"
 TRAINER = CollectorRegistry()
 """Metrics of the trainer, exported once it has started."""
 
-SAMPLES = Counter("rose_trainer_samples_total", "Samples read, by status.", ["taken"], registry=TRAINER)
-OUTCOMES = Counter("rose_trainer_outcomes_total", "Trajectories settled, by outcome.", ["outcome"], registry=TRAINER)
-HELD_SAMPLES = Gauge(
-    "rose_trainer_held_samples", "Samples that wait for their group or for a training step.", registry=TRAINER
-)
-POLICY_VERSION = Gauge("rose_trainer_policy_version", "Newest version of the policy on the log.", registry=TRAINER)
-STEPS = Counter("rose_trainer_steps_total", "Optimizer steps.", registry=TRAINER)
-TOKENS = Counter("rose_trainer_tokens_total", "Sampled tokens that were trained on.", registry=TRAINER)
-SKIPPED = Counter(
-    "rose_trainer_skipped_minibatches_total", "Minibatches whose gradient was not finite.", registry=TRAINER
-)
-REWARD = Gauge("rose_trainer_reward_mean", "Mean reward of the samples of the latest step.", registry=TRAINER)
-SUCCESS = Gauge("rose_trainer_success_ratio", "Share of successful samples of the latest step.", registry=TRAINER)
-STALENESS = Gauge(
-    "rose_trainer_staleness_versions", "Mean staleness of the samples of the latest step.", registry=TRAINER
-)
-STALENESS_MOST = Gauge(
-    "rose_trainer_staleness_max_versions", "Greatest staleness of the samples of the latest step.", registry=TRAINER
-)
-GRADIENT_NORM = Gauge(
-    "rose_trainer_gradient_norm", "Norm of the latest step's gradient, before it is clipped.", registry=TRAINER
-)
-BEHAVIOUR_KL = Gauge(
+_counter, _gauge = partial(Counter, registry=TRAINER), partial(Gauge, registry=TRAINER)
+_histogram = partial(Histogram, buckets=SECONDS, registry=TRAINER)
+
+SAMPLES = _counter("rose_trainer_samples_total", "Samples read, by status.", ["taken"])
+OUTCOMES = _counter("rose_trainer_outcomes_total", "Trajectories settled, by outcome.", ["outcome"])
+HELD_SAMPLES = _gauge("rose_trainer_held_samples", "Samples that wait for their group or for a training step.")
+POLICY_VERSION = _gauge("rose_trainer_policy_version", "Newest version of the policy on the log.")
+STEPS = _counter("rose_trainer_steps_total", "Optimizer steps.")
+TOKENS = _counter("rose_trainer_tokens_total", "Sampled tokens that were trained on.")
+SKIPPED = _counter("rose_trainer_skipped_minibatches_total", "Minibatches whose gradient was not finite.")
+REWARD = _gauge("rose_trainer_reward_mean", "Mean reward of the samples of the latest step.")
+SUCCESS = _gauge("rose_trainer_success_ratio", "Share of successful samples of the latest step.")
+STALENESS = _gauge("rose_trainer_staleness_versions", "Mean staleness of the samples of the latest step.")
+STALENESS_MOST = _gauge("rose_trainer_staleness_max_versions", "Greatest staleness of the samples of the latest step.")
+GRADIENT_NORM = _gauge("rose_trainer_gradient_norm", "Norm of the latest step's gradient, before it is clipped.")
+BEHAVIOUR_KL = _gauge(
     "rose_trainer_behaviour_kl_nats",
     "KL divergence of the sampling policy from the trained policy, per token, in the latest step.",
-    registry=TRAINER,
 )
-IMPORTANCE = Gauge(
+IMPORTANCE = _gauge(
     "rose_trainer_importance_mean_ratio",
     "Mean ratio of a sampled token's probability, trainer to engine, in the latest step.",
-    registry=TRAINER,
 )
-CLIPPED = Gauge(
-    "rose_trainer_clipped_ratio",
-    "Share of the latest step's tokens without gradient because of the clip range.",
-    registry=TRAINER,
+CLIPPED = _gauge(
+    "rose_trainer_clipped_ratio", "Share of the latest step's tokens without gradient because of the clip range."
 )
-LEARNING_RATE = Gauge("rose_trainer_learning_rate", "Learning rate of the latest step.", registry=TRAINER)
-BATCH_WAIT_SECONDS = Histogram(
-    "rose_trainer_batch_wait_seconds",
-    "Time that a step waited for its groups.",
-    buckets=SECONDS,
-    registry=TRAINER,
-)
-POLICY_WAIT_SECONDS = Histogram(
+LEARNING_RATE = _gauge("rose_trainer_learning_rate", "Learning rate of the latest step.")
+BATCH_WAIT_SECONDS = _histogram("rose_trainer_batch_wait_seconds", "Time that a step waited for its groups.")
+POLICY_WAIT_SECONDS = _histogram(
     "rose_trainer_policy_wait_seconds",
     "Time that a step waited until the last version was on the log, with the copy of its own weights.",
-    buckets=SECONDS,
-    registry=TRAINER,
 )
-TRAINING_SECONDS = Histogram(
-    "rose_trainer_training_seconds", "Time of training on the groups of a step.", buckets=SECONDS, registry=TRAINER
-)
-CHECKPOINT_SECONDS = Histogram(
-    "rose_trainer_checkpoint_seconds", "Time to write the checkpoint of a step.", buckets=SECONDS, registry=TRAINER
-)
-PUBLISHING_SECONDS = Histogram(
-    "rose_trainer_publishing_seconds",
-    "Time to publish chunks, manifest and outcomes, during the next step.",
-    buckets=SECONDS,
-    registry=TRAINER,
+TRAINING_SECONDS = _histogram("rose_trainer_training_seconds", "Time of training on the groups of a step.")
+CHECKPOINT_SECONDS = _histogram("rose_trainer_checkpoint_seconds", "Time to write the checkpoint of a step.")
+PUBLISHING_SECONDS = _histogram(
+    "rose_trainer_publishing_seconds", "Time to publish chunks, manifest and outcomes, during the next step."
 )
 
 for _taken in (*SampleStatus, OTHER_MODEL, DEAD_LETTER):

@@ -49,7 +49,7 @@ from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, 
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.trainer import metrics
-from rose.workers.trainer.fencing import OUTCOMES_PLACE, FencedCommitter
+from rose.workers.trainer.fencing import CLIENT_ID, OUTCOMES_PLACE, FencedCommitter
 from rose.workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, SampleStatus
 
 if TYPE_CHECKING:  # both import torch, which a reader of samples does not need
@@ -115,7 +115,6 @@ class SampleStream:
         *,
         total_groups: int = 0,
         stop: Event | None = None,
-        client_id: str = "trainer",
     ) -> None:
         """Fences any other stream of the model and recovers the position from the log.
 
@@ -127,14 +126,14 @@ class SampleStream:
         """
         register(metrics.TRAINER)
         self.model_id = model_id
-        self._settings, self._client_id, self._stop = settings, client_id, stop or Event()
+        self._settings, self._stop = settings, stop or Event()
         self._total = total_groups
         self._publishing = False
         self._committed_groups: deque[str] = deque()
         """Groups that were committed on any thread; the stream's thread passes them to the assembly."""
-        self._committer = FencedCommitter(settings, model_id, client_id, self._stop)
+        self._committer = FencedCommitter(settings, model_id, self._stop)
         self._reader = Reader(
-            settings, client_id, group=f"{TRAINER_PREFIX}{model_id}", report_ends=True, on_wait=self.check_stopped
+            settings, CLIENT_ID, group=f"{TRAINER_PREFIX}{model_id}", report_ends=True, on_wait=self.check_stopped
         )
         self.fresh = False
         """Whether no trainer of the model has settled anything on this log, as far as the broker remembers."""
@@ -254,7 +253,7 @@ class SampleStream:
     def _recover_position(self) -> None:
         places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partition_count(SAMPLES))]
         committed = self._committer.claim(self._reader, places)
-        await_transactions(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, on_wait=self.check_stopped)
+        await_transactions(self._settings, [OUTCOMES_PLACE], client_id=CLIENT_ID, on_wait=self.check_stopped)
         forgotten = None in committed.values()  # the broker drops the offsets of a group without members after a week
         self.fresh = all(committed[place] is None for place in places)
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
@@ -291,7 +290,7 @@ class SampleStream:
         return begins
 
     def _read_back(self, begins: Mapping[Place, int]) -> Iterator[Envelope]:
-        return read_to_end(self._settings, begins, client_id=self._client_id, on_wait=self.check_stopped)
+        return read_to_end(self._settings, begins, client_id=CLIENT_ID, on_wait=self.check_stopped)
 
     def _begin_and_end(self, place: Place, committed: int | None) -> tuple[int, int]:
         low, high = self._reader.watermarks(place)
@@ -345,7 +344,7 @@ class SampleStream:
     def _dead_letter(self, item: Envelope | InvalidMessage, reason: str) -> None:
         metrics.SAMPLES.labels(metrics.DEAD_LETTER).inc()
         if self._dead_lettered is None:
-            self._dead_lettered = dead_lettered_places(self._settings, SAMPLES, client_id=self._client_id)
+            self._dead_lettered = dead_lettered_places(self._settings, SAMPLES, client_id=CLIENT_ID)
         if (item.partition, item.offset) in self._dead_lettered:
             return
         log.warning("dead_lettered", topic=SAMPLES.name, partition=item.partition, offset=item.offset, reason=reason)
@@ -375,8 +374,8 @@ class SampleStream:
         self._delete_at = time.monotonic() + DELETING_SECONDS
         own: Mapping[Place, int] = {(SAMPLES, part): offset for part, offset in self._committed.items()}
         try:  # trainers of other models read the same topic
-            read = lowest_committed(self._settings, TRAINER_PREFIX, list(own), client_id=self._client_id)
+            read = lowest_committed(self._settings, TRAINER_PREFIX, list(own), client_id=CLIENT_ID)
             needed = {place: min(offset, read.get(place, offset)) for place, offset in own.items()}
-            delete_before(self._settings, needed, client_id=self._client_id)
+            delete_before(self._settings, needed, client_id=CLIENT_ID)
         except RoseError as error:
             log.warning("records_not_deleted", reason=str(error))
