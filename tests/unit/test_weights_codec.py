@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rose.workers.weights import codec
-from rose.workers.weights.codec import BYTES_AN_ELEMENT, FORMATS, CodecError, decode, dense, encode, hazard
+from rose.workers.weights.codec import (
+    BYTES_AN_ELEMENT,
+    FORMATS,
+    CodecError,
+    collect,
+    decode,
+    dense,
+    encode,
+    encode_delta,
+    hazard,
+)
 from rose.workers.weights.codec import range_coder as coder
 from rose.workers.weights.codec.kernels import STEP_BITS, STEPS
 
@@ -123,7 +133,7 @@ def test_payload_round_trips_bit_for_bit_and_is_never_larger_than_dense(drawn: d
 def test_delta_larger_than_dense_is_exact_and_fits_its_buffer(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
     form = FORMATS[dtype]
-    payload = codec._encode_delta(old, new, form)
+    payload = encode_delta(collect(old, new, form))
     assert decode(old, payload, dtype).tobytes() == new.tobytes()
     _, _, first, more = codec._HEAD.unpack_from(payload)
     codes = np.zeros(hazard.EXPONENTS, dtype=np.uint8)
@@ -140,7 +150,7 @@ def test_any_few_words_round_trip(pairs: list[tuple[int, int]], data: st.DataObj
     dtype = data.draw(st.sampled_from(["bfloat16", "float16"]))
     old = np.array([pair[0] for pair in pairs], dtype=np.uint16)
     new = np.array([pair[1] for pair in pairs], dtype=np.uint16)
-    assert decode(old, codec._encode_delta(old, new, FORMATS[dtype]), dtype).tobytes() == new.tobytes()
+    assert decode(old, encode_delta(collect(old, new, FORMATS[dtype])), dtype).tobytes() == new.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,7 +158,7 @@ def test_every_float_class_can_change_to_every_other(dtype: str) -> None:
     words = np.array(special_words(dtype), dtype=FORMATS[dtype].word)
     old, new = np.repeat(words, len(words)), np.tile(words, len(words))
     assert decode(old, encode(old, new, dtype), dtype).tobytes() == new.tobytes()
-    assert decode(old, codec._encode_delta(old, new, FORMATS[dtype]), dtype).tobytes() == new.tobytes()
+    assert decode(old, encode_delta(collect(old, new, FORMATS[dtype])), dtype).tobytes() == new.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -230,7 +240,7 @@ def true_payload(random: np.random.Generator) -> tuple[Words, bytes, str]:
     where = str(random.choice(["in few places", "here and there", "everywhere", "in front"]))
     new = new_words(old, where, str(random.choice(["by an ulp", "to noise"])), dtype, random)
     form = FORMATS[dtype]
-    return old, dense(new) if random.random() < 0.05 else codec._encode_delta(old, new, form), dtype
+    return old, dense(new) if random.random() < 0.05 else encode_delta(collect(old, new, form)), dtype
 
 
 def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iterator[bytes]:

@@ -61,13 +61,38 @@ FORMATS = {
 """Formats by torch's name of the element type."""
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What the range coder encodes of one slice.
+
+    An event is a changed element of a light exponent. Steps are signed numbers of ULPs, in any signed integer type.
+    """
+
+    codes: NDArray[np.uint8]
+    """Hazard code of each exponent, [EXPONENTS]."""
+    positions: NDArray[np.uint64]
+    """For each event the summed hazard of the unchanged light elements before the event."""
+    exponents: NDArray[np.uint8]
+    """For each event the exponent of the old value."""
+    steps: NDArray[np.signedinteger[Any]]
+    """For each event its step."""
+    heavy_exponents: NDArray[np.uint8]
+    """For each heavy element the exponent of the old value."""
+    heavy_steps: NDArray[np.signedinteger[Any]]
+    """For each heavy element its step; 0 for an unchanged element."""
+
+
 def encode(old: Words, new: Words, dtype: str) -> bytes:
     """The payload that turns `old` into `new`: a delta, or dense if that is smaller.
 
     Both arrays are flat and of one size.
     """
-    form = FORMATS[dtype]
-    delta = _encode_delta(old, new, form)
+    return encode_changes(collect(old, new, FORMATS[dtype]), new)
+
+
+def encode_changes(changes: Changes, new: Words) -> bytes:
+    """The payload of collected changes, which lead to `new`: a delta, or dense if that is smaller."""
+    delta = encode_delta(changes)
     return delta if len(delta) <= new.nbytes else dense(new)
 
 
@@ -80,7 +105,7 @@ def warm_up() -> None:
     """Compile the loops, or load them from numba's cache, before the first payload."""
     for dtype, form in FORMATS.items():
         old: Words = np.arange(64, dtype=form.word)
-        decode(old, _encode_delta(old, old[::-1].copy(), form), dtype)
+        decode(old, encode_delta(collect(old, old[::-1].copy(), form)), dtype)
 
 
 def decode(old: Words, payload: bytes, dtype: str) -> Words:
@@ -121,20 +146,36 @@ def decode(old: Words, payload: bytes, dtype: str) -> Words:
     return new
 
 
-def _encode_delta(old: Words, new: Words, form: Format) -> bytes:
+def codes_for(changed: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The hazard code of each exponent.
+
+    `changed`: the number of changed elements of each exponent. `sampled`: the number of elements of each exponent among
+    every SAMPLING-th element. Both are int64 [EXPONENTS].
+    """
+    return codes_of(changed, np.maximum(sampled * SAMPLING, changed))
+
+
+def collect(old: Words, new: Words, form: Format) -> Changes:
+    """The changes from `old` to `new`."""
     shift, mask = form.word(form.mantissa_bits), form.word(form.exponent_mask)
     changed = np.zeros(EXPONENTS, dtype=np.int64)
     count = kernels.count_changed(old, new, shift, mask, changed)
-    total = np.bincount((old[::SAMPLING] >> shift) & mask, minlength=EXPONENTS) * SAMPLING
-    codes = codes_of(changed, np.maximum(total, changed))
-    table = table_of(codes)
+    codes = codes_for(changed, np.bincount((old[::SAMPLING] >> shift) & mask, minlength=EXPONENTS))
     heavy_most = len(old) if HEAVY_CODE in codes else 0
-    gaps, widths = np.empty(count, dtype=np.uint64), np.empty(count, dtype=np.uint32)
+    positions = np.empty(count, dtype=np.uint64)
     exponents, steps = np.empty(count, dtype=np.uint8), np.empty(count, dtype=np.int64)
     heavy_exponents, heavy_steps = np.empty(heavy_most, dtype=np.uint8), np.empty(heavy_most, dtype=np.int64)
     events, heavy = kernels.extract(
-        old, new, shift, mask, form.top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps
+        old, new, shift, mask, form.top, table_of(codes), positions, exponents, steps, heavy_exponents, heavy_steps
     )
+    return Changes(
+        codes, positions[:events], exponents[:events], steps[:events], heavy_exponents[:heavy], heavy_steps[:heavy]
+    )
+
+
+def encode_delta(changes: Changes) -> bytes:
+    """The delta of collected changes, which may be larger than the dense payload."""
+    codes, events, heavy = changes.codes, len(changes.positions), len(changes.heavy_steps)
     out = np.empty(64 + BYTES_AN_ELEMENT * (events + heavy), dtype=np.uint8)
     present = np.flatnonzero(codes)
     first, last = (int(present[0]), int(present[-1])) if len(present) else (0, 0)
@@ -143,11 +184,11 @@ def _encode_delta(old: Words, new: Words, form: Format) -> bytes:
         out,
         fresh_bits(kernels.STEPS + (last - first + 1) * kernels.STEP_BITS),
         first,
-        gaps[:events],
-        widths[:events],
-        exponents[:events],
-        steps[:events],
-        heavy_exponents[:heavy],
-        heavy_steps[:heavy],
+        table_of(codes),
+        changes.positions,
+        changes.exponents,
+        changes.steps.astype(np.int64, copy=False),
+        changes.heavy_exponents,
+        changes.heavy_steps.astype(np.int64, copy=False),
     )
     return _HEAD.pack(DELTA, events, first, last - first) + codes[first : last + 1].tobytes() + out[:length].tobytes()

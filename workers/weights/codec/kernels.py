@@ -76,19 +76,20 @@ def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-de
 
 
 @compiled
-def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
+def extract(old, new, shift, mask, top, table, positions, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
     """Collect what is to be coded; returns the numbers of events and of heavy elements.
 
-    For each event: the distance from the event before it (uint64), its hazard (uint32), exponent (uint8) and step
-    (int64). For each heavy element its exponent and step; the step is 0 if the element did not change.
+    For each event: the position on the axis, which is the summed hazard of the unchanged light elements before the
+    event (uint64), the exponent (uint8) and the step (int64). For each heavy element its exponent and step; the step is
+    0 if the element did not change.
     """
     events = heavy = 0
-    gap = U64(0)
+    position = U64(0)
     for at in range(len(old)):
         exponent = (old[at] >> shift) & mask
         hazard = table[exponent]
         if old[at] == new[at] and hazard < HEAVY:
-            gap += hazard
+            position += hazard
             continue
         step = wrapped(ordered(U64(new[at]), top) - ordered(U64(old[at]), top), top)
         if hazard >= HEAVY:
@@ -96,18 +97,20 @@ def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, h
             heavy_steps[heavy] = step
             heavy += 1
         else:
-            gaps[events], widths[events], exponents[events], steps[events] = gap, hazard, exponent, step
+            positions[events], exponents[events], steps[events] = position, exponent, step
             events += 1
-            gap = U64(0)
     return events, heavy
 
 
 @compiled
-def encode_events(state, out, bits, first, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
+def encode_events(state, out, bits, first, table, positions, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
     """Encode what `extract` collected into `out`; returns the number of bytes."""
     cap = U64(1) << U64(CAP_BITS)
-    for event in range(len(gaps)):
-        begin, end = gaps[event], gaps[event] + U64(widths[event])
+    before = U64(0)
+    for event in range(len(positions)):
+        begin = positions[event] - before
+        end = begin + table[exponents[event]]
+        before = positions[event]
         stretch = begin >> U64(CAP_BITS)
         mark = (stretch + U64(1)) * cap
         if end > mark:  # it spans a stretch boundary: the larger part is coded for it
