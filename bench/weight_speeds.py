@@ -1,13 +1,17 @@
-"""Measures how fast an update is encoded and applied on one core, compared with other codecs and a copy of the words.
+"""Measures how fast an update is encoded and applied, compared with other codecs and a copy of the words.
 
-The unit is gigabytes (10^9 bytes) of dense words per second of processor time, over all slices of a whole model, one
-after another. Every codec gets the same slices, and applying makes a new array, as for an engine. Codecs alternate,
+The unit is gigabytes (10^9 bytes) of dense words per second, of processor time and of wall time, over all slices of a
+whole model. The codecs compute one slice after another, on one core; the last row is ROSE's codec on as many threads as
+there are cores. Every codec gets the same slices, and applying makes a new array, as for an engine. Codecs alternate,
 PASSES times; the median counts. The machine should be otherwise idle.
 """
 
+import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ from bench.check import Check, Section
 from bench.delta_codecs import CODECS, OTHER_CODECS, OURS, Words, slices
 from bench.weight_deltas import Version
 from rose.schemas.errors import RoseError
+from rose.workers.weights.slice_threads import map_slices
 
 PASSES = 5
 
@@ -24,6 +29,10 @@ LEAST = {"encode": 0.6, "apply": 1.2}
 OF_OTHER = 4.0
 
 COPY = "copy"
+
+CORES = len(os.sched_getaffinity(0))
+
+THREADED = f"{OURS}, {CORES} threads"
 
 OLD, NEW = "update-old.safetensors", "update-new.safetensors"
 
@@ -55,10 +64,22 @@ def speeds(folder: Path) -> Section:
     return Section(
         "speeds",
         rows=[
-            {"codec": name, **{f"{way}_gb_s": found[name] for way, found in rates.items()}} for name in (*CODECS, COPY)
+            {"codec": name}
+            | {f"{way}_gb_s": found[name].processor for way, found in rates.items()}
+            | {f"{way}_wall_gb_s": found[name].wall for way, found in rates.items()}
+            for name in ways["apply"]
         ],
-        checks=[_check(way, found) for way, found in rates.items()],
+        checks=[_check(way, {name: rate.processor for name, rate in found.items()}) for way, found in rates.items()],
     )
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Dense gigabytes per second."""
+
+    processor: float
+    """Of processor time, of all threads."""
+    wall: float
 
 
 Pieces = list[tuple[Words, Words]]
@@ -70,7 +91,13 @@ def _encoders(pieces: Pieces) -> Mapping[str, Pass]:
         for old, new in pieces:
             CODECS[name].encode(old, new)
 
-    return {name: lambda name=name: encode_all(name) for name in CODECS} | {COPY: lambda: _copy(pieces)}
+    def encode_on_threads() -> None:
+        deque(map_slices(lambda piece: CODECS[OURS].encode(*piece), pieces, threads=CORES), maxlen=0)
+
+    return {name: lambda name=name: encode_all(name) for name in CODECS} | {
+        COPY: lambda: _copy(pieces),
+        THREADED: encode_on_threads,
+    }
 
 
 def _appliers(pieces: Pieces, payloads: Mapping[str, list[bytes]]) -> Mapping[str, Pass]:
@@ -78,7 +105,14 @@ def _appliers(pieces: Pieces, payloads: Mapping[str, list[bytes]]) -> Mapping[st
         for (old, _), payload in zip(pieces, payloads[name], strict=True):
             CODECS[name].decode(old, payload)
 
-    return {name: lambda name=name: apply_all(name) for name in CODECS} | {COPY: lambda: _copy(pieces)}
+    def apply_on_threads() -> None:
+        work = zip((old for old, _ in pieces), payloads[OURS], strict=True)
+        deque(map_slices(lambda piece: CODECS[OURS].decode(*piece), work, threads=CORES), maxlen=0)
+
+    return {name: lambda name=name: apply_all(name) for name in CODECS} | {
+        COPY: lambda: _copy(pieces),
+        THREADED: apply_on_threads,
+    }
 
 
 def _copy(pieces: Pieces) -> None:
@@ -86,15 +120,21 @@ def _copy(pieces: Pieces) -> None:
         np.copy(new)
 
 
-def _rates(passes: Mapping[str, Pass], gigabytes: float) -> dict[str, float]:
-    """Return the GB/s of each pass: the median of alternating passes, without the first round, which compiles."""
-    seconds: dict[str, list[float]] = {name: [] for name in passes}
+def _rates(passes: Mapping[str, Pass], gigabytes: float) -> dict[str, Rate]:
+    """Return the rates of each pass: medians of alternating passes, without the first round, which compiles."""
+    processor: dict[str, list[float]] = {name: [] for name in passes}
+    wall: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(1 + PASSES):
         for name, run in passes.items():
-            started = time.process_time()
+            began, started = time.perf_counter(), time.process_time()
             run()
-            seconds[name].append(time.process_time() - started)
-    return {name: round(gigabytes / statistics.median(taken[1:]), 3) for name, taken in seconds.items()}
+            processor[name].append(time.process_time() - started)
+            wall[name].append(time.perf_counter() - began)
+    return {name: Rate(_rate(gigabytes, processor[name]), _rate(gigabytes, wall[name])) for name in passes}
+
+
+def _rate(gigabytes: float, seconds: list[float]) -> float:
+    return round(gigabytes / statistics.median(seconds[1:]), 3)
 
 
 def _check(way: str, rates: Mapping[str, float]) -> Check:

@@ -1,7 +1,7 @@
 """Measures the savings and the cost of the weight transfer, on real updates of SmolLM2-135M.
 
     python -m bench.weights --only sizes     bytes of real updates, compared with entropy and other codecs (minutes)
-    python -m bench.weights --only speeds    encoding and applying on one core, on the update that `sizes` kept
+    python -m bench.weights --only speeds    encoding and applying the update that `sizes` kept, on one core and on all
     python -m bench.weights --only link      seconds to the last of four receivers over slow links (root; minutes)
     python -m bench.weights --only pause     how long vLLM pauses for a new version
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.schemas.weights import ChunkRef, WeightChunk, WeightManifest
-from rose.workers.weights import layout
+from rose.workers.weights import layout, slice_threads
 from rose.workers.weights.assembly import Assembled, Assembly
 from rose.workers.weights.checks import Refusal, VersionRefused, check_manifest
 from rose.workers.weights.layout import Box, box_of, digest_of, matrix
@@ -33,9 +33,10 @@ SEED = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _small_slices() -> Iterator[None]:
+def _small_slices_on_several_threads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "SLICE_ELEMENTS", 16)
+        patch.setattr(slice_threads, "THREADS", 3)
         yield
 
 
@@ -277,6 +278,42 @@ def test_refused_version_leaves_the_finished_tensors_unchanged(
     fixture.sink.chunks = chunks
     fixture.assembly.add(fixture.manifest, fixture.sink.fetch)
     assert same_bits(fixture.assembly.done.tensors, fixture.second)
+
+
+@given(SEED, st.booleans(), st.data())
+def test_version_with_several_faults_is_refused_for_the_reason_of_one_thread(
+    seed: int, anchor: bool, data: st.DataObject
+) -> None:
+    """Some payloads do not decode, some slices are not as announced, and one chunk may be missing."""
+    random = np.random.default_rng(seed)
+    sink, first = MemoryChunkSink(), random_tensors({"a": (12, 16), "b": (9,)}, torch.bfloat16, random)
+    second = changed(first, 1.0, random)
+    one, two = sink.store(first, 1), sink.store(second, 2, base=None if anchor else first, base_version=1)
+    numbers = st.integers(0, len(two.slices) - 1)
+    for number in data.draw(st.lists(numbers, max_size=3)):
+        two = with_slice(two, number, digest=bytes(16))
+    for number in data.draw(st.lists(numbers, max_size=3)):
+        (place,) = [(ref.partition, ref.offset) for ref in two.slices[number].chunks]
+        payload = b"\x07" + sink.chunks[place].payload[1:]
+        sink.chunks[place] = msgspec.structs.replace(sink.chunks[place], payload=payload)
+        ref = msgspec.structs.replace(two.slices[number].chunks[0], digest=digest_of(payload))
+        two = with_slice(two, number, chunks=(ref,))
+    if data.draw(st.booleans()):
+        del sink.chunks[data.draw(st.sampled_from(places(two)))]
+
+    def outcome(threads: int) -> tuple[str, bool]:
+        assembly, refused = Assembly(None, None), ""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slice_threads, "THREADS", threads)
+            assembly.add(one, sink.fetch)
+            try:
+                assembly.add(two, sink.fetch)
+            except VersionRefused as why:
+                refused = f"{why.refusal}: {why}"
+        return refused, same_bits(assembly.done.tensors, first if refused else second)
+
+    assert outcome(4) == outcome(1)
+    assert outcome(4)[1]
 
 
 @pytest.mark.parametrize("anchor", [False, True])

@@ -5,10 +5,13 @@ Keeps true
 - A slice is decoded against the bytes that the publisher used, or refused: the digests of base and result are checked.
 - Every value of a version is finite.
 - Memory is allocated only for the model's own tensors and for payloads whose sizes the manifest bounds.
+- Slices are decoded on a few threads (`slice_threads.py`), with the results and the errors of one thread.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -17,6 +20,7 @@ from rose.workers.weights import codec
 from rose.workers.weights.checks import Refusal, VersionRefused, check_chunk
 from rose.workers.weights.codec import CodecError
 from rose.workers.weights.layout import Box, box_of, digest_of
+from rose.workers.weights.slice_threads import map_slices
 from rose.workers.weights.tensors import Matrix, bits_of, empty_tensor, finite, read_box, write_box
 
 Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk | bytes]]]
@@ -71,9 +75,11 @@ class Assembly:
         for name, piece in pieces:
             if manifest.base_version is not None:
                 _check_base(base, name, piece)
-        decoded: dict[tuple[str, Box], Matrix] = {}
-        for name, piece, payload in _gather(changed, fetch, manifest):
-            decoded[name, box_of(piece)] = _decode(base, name, piece, payload, manifest)
+        with (
+            closing(_gather(changed, fetch, manifest)) as gathered,
+            closing(map_slices(partial(_decode, base, manifest), gathered)) as results,
+        ):
+            decoded = dict(results)
         if len(decoded) < len(changed):
             raise VersionRefused(Refusal.MISSING_CHUNK, f"{len(changed) - len(decoded)} slices did not come whole")
         words = {name: base.words(name) for name in base.tensors}
@@ -103,7 +109,10 @@ def _check_base(base: Assembled, name: str, piece: SliceRef) -> None:
         raise VersionRefused(Refusal.WRONG_BASE, f"{name} is not what version {base.version} was built on")
 
 
-def _decode(base: Assembled, name: str, piece: SliceRef, payload: bytes, manifest: WeightManifest) -> Matrix:
+def _decode(
+    base: Assembled, manifest: WeightManifest, gathered: tuple[str, SliceRef, bytes]
+) -> tuple[tuple[str, Box], Matrix]:
+    name, piece, payload = gathered
     old = read_box(base.words(name), box_of(piece))
     try:
         new = codec.decode(old, payload, manifest.tensors[piece.tensor].dtype)
@@ -113,12 +122,12 @@ def _decode(base: Assembled, name: str, piece: SliceRef, payload: bytes, manifes
         raise VersionRefused(Refusal.WRONG_RESULT, f"a slice of {name} is not what was published")
     if not finite(new, manifest.tensors[piece.tensor].dtype):
         raise VersionRefused(Refusal.NOT_FINITE, f"{name} holds a value that is not finite")
-    return new
+    return (name, box_of(piece)), new
 
 
 def _gather(
     pieces: list[tuple[str, SliceRef]], fetch: Fetch, manifest: WeightManifest
-) -> Iterable[tuple[str, SliceRef, bytes]]:
+) -> Generator[tuple[str, SliceRef, bytes], None, None]:
     """Yields each slice with its payload, as soon as all its chunks have been fetched."""
     owner = {
         (chunk.partition, chunk.offset): (number, part)

@@ -23,7 +23,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cached_property
+from contextlib import closing
+from functools import cached_property, partial
 from time import monotonic, perf_counter
 from types import TracebackType
 from typing import Self
@@ -55,6 +56,7 @@ from rose.workers.weights.manifests import (
     write_index,
 )
 from rose.workers.weights.retention import delete_released
+from rose.workers.weights.slice_threads import map_slices
 from rose.workers.weights.tensors import TORCH_DTYPES, Snapshot, snapshot_of
 from rose.workers.weights.trust import Trust, load_signing_key, require_signing_key, run_id
 
@@ -266,10 +268,12 @@ class WeightPublisher:
         ]
         check_layout(tuple(snapshot.specs.values()), len(boxes))
         sink = self._log if base is not None else self._anchor_sink(snapshot, version)
-        pending = [
-            (number, name, box, self._put_slice(sink, name, box, snapshot, base, version))
-            for number, name, box in boxes
-        ]
+        encode = partial(_payload_of, snapshot, base)
+        with closing(map_slices(encode, ((name, box) for _, name, box in boxes))) as payloads:
+            pending = [
+                (number, name, box, self._put_slice(sink, name, payload, version))
+                for (number, name, box), payload in zip(boxes, payloads, strict=True)
+            ]
         sink.close()
         slices = tuple(
             _slice_ref(
@@ -350,18 +354,20 @@ class WeightPublisher:
             return self._log
         return self._store.create(self.trust.model_id, self.trust.run, version)
 
-    def _put_slice(
-        self, sink: ChunkSink, name: str, box: Box, now: Snapshot, base: Snapshot | None, version: int
-    ) -> list[StoredChunk]:
-        """Put the chunks of a slice into the sink, if the slice changed."""
-        new = now.within(name, box)
-        if base is None:
-            payload = codec.dense(new)
-        elif base.digests[name, box] == now.digests[name, box]:
+    def _put_slice(self, sink: ChunkSink, name: str, payload: bytes | None, version: int) -> list[StoredChunk]:
+        if payload is None:
             return []
-        else:
-            payload = codec.encode(base.within(name, box), new, now.specs[name].dtype)
         return put_payload(sink, payload, model_id=self.trust.model_id, version=version, tensor=name)
+
+
+def _payload_of(now: Snapshot, base: Snapshot | None, piece: tuple[str, Box]) -> bytes | None:
+    """The payload of a slice; None if the slice did not change."""
+    name, box = piece
+    if base is None:
+        return codec.dense(now.within(name, box))
+    if base.digests[piece] == now.digests[piece]:
+        return None
+    return codec.encode(base.within(name, box), now.within(name, box), now.specs[name].dtype)
 
 
 def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks: Sequence[StoredChunk]) -> SliceRef:

@@ -1,0 +1,92 @@
+"""Slices on several threads: the results and the error of one thread, a bounded number under way, no thread left."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.workers.weights.slice_threads import map_slices
+
+
+class SourceError(Exception):
+    """An error of the source of slices."""
+
+
+class SliceError(Exception):
+    """An error of the function, with the number of the slice."""
+
+
+def source(count: int, error: bool) -> Iterator[int]:
+    yield from range(count)
+    if error:
+        raise SourceError
+
+
+def gather(computed: Iterable[int]) -> tuple[list[int], str]:
+    """Return the results before an error, and the error."""
+    results: list[int] = []
+    try:
+        results.extend(computed)
+    except (SourceError, SliceError) as raised:
+        return results, repr(raised)
+    return results, ""
+
+
+def squared(one: int, failing: set[int]) -> int:
+    if one in failing:
+        raise SliceError(one)
+    return one * one
+
+
+@given(st.integers(0, 12), st.booleans(), st.sets(st.integers(0, 12), max_size=3), st.integers(1, 5), st.data())
+def test_results_and_error_are_those_of_one_thread_in_any_order_of_completion(
+    count: int, error: bool, failing: set[int], threads: int, data: st.DataObject
+) -> None:
+    """Without errors some slices wait until the slice after them has been computed."""
+    waiting = data.draw(st.sets(st.integers(0, 12))) if threads > 1 and not failing else set()
+    done = [threading.Event() for _ in range(count)]
+
+    def compute(one: int) -> int:
+        if one in waiting and one + 1 < count and one + 1 not in waiting:
+            assert done[one + 1].wait(20)
+        done[one].set()
+        return squared(one, failing)
+
+    found = gather(map_slices(compute, source(count, error), threads=threads))
+    assert found == gather(squared(one, failing) for one in source(count, error))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_slices_are_taken_only_a_few_ahead_of_the_results(threads: int) -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[int]:
+        while True:
+            taken.append(len(taken))
+            yield taken[-1]
+
+    with closing(map_slices(abs, endless(), threads=threads)) as results:
+        for received in range(1, 6):
+            next(results)
+            assert len(taken) <= received + threads + 1
+
+
+def test_closing_leaves_no_thread_and_computes_no_later_slice() -> None:
+    computed: list[int] = []
+
+    def compute(one: int) -> int:
+        computed.append(one)
+        return one
+
+    with closing(map_slices(compute, range(100), threads=2)) as results:
+        assert next(results) == 0
+    assert len(computed) <= 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rose-slices")]
+
+
+def test_slices_are_computed_at_the_same_time() -> None:
+    meeting = threading.Barrier(3)
+    assert sorted(map_slices(lambda _: meeting.wait(20), range(3), threads=3)) == [0, 1, 2]
