@@ -21,7 +21,7 @@ CHECKS = {
     "E": Entry("bench.gpu.steps:yield_times", 110),
     "C": Entry("bench.gpu.weights:slab_copies", 90),
     "G": Entry("bench.gpu.sharing:serving_beside_guest", 130),
-    "F": Entry("bench.gpu.codec:count_and_extract", 90),
+    "F": Entry("bench.gpu.codec:collect_changes", 90),
     "H": Entry("bench.gpu.memory:guest_pool", 60),
     "I": Entry("bench.gpu.memory:virtual_memory", 40),
     "J": Entry("bench.gpu.compiling:triton_compile", 90),

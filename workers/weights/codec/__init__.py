@@ -11,7 +11,7 @@ bytes of the range coder: the events in order, each with its step, then the heav
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,10 @@ class Changes:
     """For each heavy element the exponent of the old value."""
     heavy_steps: NDArray[np.signedinteger[Any]]
     """For each heavy element its step; 0 for an unchanged element."""
+
+    def equals(self, other: "Changes") -> bool:
+        """Whether all values are equal; steps may have different types."""
+        return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
 
 
 def encode(old: Words, new: Words, dtype: str) -> bytes:
