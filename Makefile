@@ -23,12 +23,15 @@ PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 # them again.
 OWN := pipeline schemas topics workers
 
+# Triton has a folder of its own: vLLM looks for the package, and is tested without the package on a CPU.
+TRITON := $(VENV)/triton
+
 # Image builder with its flags, and registry prefix of the images. deploy/images documents the build arguments.
 BUILD ?= docker build
 REPOSITORY ?= rose
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup demo test test-long lint requirements wheel images
+.PHONY: help setup demo test test-long test-triton lint requirements wheel images
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -54,6 +57,11 @@ test: $(READY) ## run all tests, with KAFKA_HOME set also on Apache Kafka; PYTES
 test-long: $(READY) ## run the tests that take minutes each: long storms, servers under load, upgrades
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ALONE:%=--ignore %) $(PYTEST)
 	$(VENV)/bin/python -m pytest -m long $(ALONE) $(PYTEST) || [ $$? -eq 5 ]
+
+test-triton: $(READY) ## test the codec's GPU kernels in Triton's interpreter; downloads Triton (0.7 GB installed)
+	test -d $(TRITON) || $(VENV)/bin/python -m pip install --quiet --no-deps --target $(TRITON) triton==3.7.1
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(VENV)/bin/python -m pytest \
+		tests/unit/test_weights_triton.py tests/unit/test_weights_gpu_changes.py $(PYTEST)
 
 lint: $(READY) ## check style and types
 	$(VENV)/bin/ruff check .

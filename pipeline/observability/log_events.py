@@ -123,6 +123,10 @@ MEANINGS = {
         "Another program is a member of the consumer group of environment workers. The worker owns no homes and waits.",
         "Stop the program of the listed client ids, or give it another `group.id`.",
     ),
+    "gpu_encoding_stopped": Meaning(
+        "The trainer collects the changes of versions on the CPU from now on; versions are published as before.",
+        "See `reason`: `weights.encode_on_gpu` needs Triton, a C compiler and GPU memory.",
+    ),
     "grant_changed": Meaning("The executor has read a new grant, or the grant was deleted."),
     "group_failed": Meaning(
         "Training on this group raises. The group is left out and its samples have the outcome `failed`.",

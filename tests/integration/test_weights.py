@@ -1,7 +1,7 @@
 """Policy versions on a real broker: a receiver takes a complete proven version, or keeps its current version."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,13 +22,16 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.weights import manifests
 from rose.workers.weights.checks import Refusal
+from rose.workers.weights.codec import Changes
 from rose.workers.weights.config import DEFAULT_RUN, WeightsConfig
+from rose.workers.weights.gpu_changes import ChangeCollector
 from rose.workers.weights.layout import Box, digest_of
 from rose.workers.weights.manifests import sign_manifest
 from rose.workers.weights.publish import WeightPublisher
 from rose.workers.weights.receive import StagedVersion, WeightReceiver
 from rose.workers.weights.trust import make_trust
 from tests.support.brokers import AnyBroker, kafka_first
+from tests.support.fake_triton_kernels import failing_collect, fake_collect, forgetful_collect, use_kernels
 from tests.support.weights_fixtures import newest_manifest
 
 pytestmark = [pytest.mark.slow, kafka_first]
@@ -140,6 +143,33 @@ def test_version_is_received_bit_for_bit(trainer: Trainer, dtype: torch.dtype) -
         assert version.version == 1
         assert_equal(version, tensors)
         assert receiver.staged() is None
+
+
+@pytest.mark.parametrize("collect", [fake_collect, forgetful_collect, failing_collect])
+def test_versions_are_right_whatever_a_gpu_collects(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, collect: Callable[..., list[Changes]]
+) -> None:
+    """All versions are collected before the first is published, and the tensors change in place."""
+    use_kernels(monkeypatch, collect)
+    collector = ChangeCollector(device_type="cpu")
+    tensors = tensors_of(1, dtype=torch.bfloat16)
+    with (
+        WeightPublisher(trainer.settings, MODEL, collector=collector) as publisher,
+        receiving(trainer.settings) as receiver,
+    ):
+        collected = []
+        for version in range(3):
+            collected.append(
+                (publisher.snapshot(tensors.items()), {name: each.clone() for name, each in tensors.items()})
+            )
+            assert bool(collected[-1][0].changes) == (version > 0 and collect is not failing_collect)
+            tensors["embed"][::7] *= 1.01
+        for version, (snapshot, expected) in enumerate(collected):
+            manifest = publisher.publish_snapshot(snapshot, version).result()
+            assert manifest.base_version == (version - 1 if version else None)
+            assert snapshot.changes == {}
+            assert_equal(staged(receiver), expected)
+    assert collector.stopped == (collect is not fake_collect)
 
 
 def test_chunks_without_manifest_are_ignored_and_a_new_receiver_takes_the_newest(trainer: Trainer) -> None:

@@ -34,6 +34,9 @@ class WeightsConfig:
     older."""
     column_parts: int = 1
     """Parts into which the columns of matrices are cut, so that receivers sharded by columns fetch only their parts."""
+    encode_on_gpu: bool = False
+    """Whether a trainer on a GPU collects the changes of its weights there. That needs Triton and a C compiler, and as
+    much more GPU memory as the published weights."""
     store: str = ""
     """Path or URL (fsspec, as s3://bucket/folder) of a store for large anchors, which the trainer and all executors
     reach; empty: every chunk is on the log."""

@@ -24,12 +24,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from functools import cached_property, partial
+from functools import cached_property
 from time import monotonic, perf_counter
 from types import TracebackType
 from typing import Self
 
 import msgspec
+import structlog
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -42,9 +43,10 @@ from rose.topics.metrics import register
 from rose.topics.queries import noop
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
-from rose.workers.weights import codec
 from rose.workers.weights.chunk_stores import AnchorStore, ChunkSink, LogChunkSink, StoredChunk, open_store, put_payload
 from rose.workers.weights.config import DEFAULT_RUN, WeightsConfig
+from rose.workers.weights.encoding import encode_slices, wrongly_collected
+from rose.workers.weights.gpu_changes import ChangeCollector
 from rose.workers.weights.layout import NO_BASE, Box, LayoutError, slices_of, whole_digest
 from rose.workers.weights.manifests import (
     MANIFEST_PARTITION,
@@ -56,7 +58,6 @@ from rose.workers.weights.manifests import (
     write_index,
 )
 from rose.workers.weights.retention import delete_released
-from rose.workers.weights.slice_threads import map_slices
 from rose.workers.weights.tensors import TORCH_DTYPES, Snapshot, snapshot_of
 from rose.workers.weights.trust import Trust, load_signing_key, require_signing_key, run_id
 
@@ -80,6 +81,9 @@ PUBLISH_SECONDS = Histogram(
 )
 
 
+log = structlog.get_logger("weights")
+
+
 class WeightPublisher:
     """Publishes the versions of one model.
 
@@ -99,14 +103,15 @@ class WeightPublisher:
         store: AnchorStore | None = None,
         store_above_bytes: int = 0,
         key: Ed25519PrivateKey | None = None,
+        collector: ChangeCollector | None = None,
         on_wait: Callable[[], None] = noop,
     ) -> None:
         """Raises TopicMissing, BusError, and UsageError if the run's name is invalid or a required key is missing.
 
         `run`: name of the run in its namespace. `dtype`: the element type to which more precise weights are rounded;
         None leaves them. `column_parts`: see `layout.slices_of`. `store`: the anchor store for anchors of models larger
-        than `store_above_bytes`; None puts all anchors on the log. `key` signs the manifests. `on_wait` is called often
-        while the log is read back: see `log_reader.read_to_end`.
+        than `store_above_bytes`; None puts all anchors on the log. `key` signs the manifests. `collector` collects the
+        changes of tensors on a GPU. `on_wait` is called often while the log is read back: see `log_reader.read_to_end`.
         """
         require_signing_key(settings, key, "signing_key")
         register(PUBLISHING)
@@ -120,6 +125,7 @@ class WeightPublisher:
         self._store = store
         self._store_above_bytes = store_above_bytes
         self._key = key
+        self._collector = collector
         self._on_wait = on_wait
         self._writer = Writer(settings, f"rose-weights-{model_id}")
         self._log = LogChunkSink(self._writer, self._writer.partition_count(CHUNKS))
@@ -234,7 +240,7 @@ class WeightPublisher:
 
     def snapshot(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Snapshot:
         """A copy of the tensors that this process owns, in the published element type. Raises LayoutError."""
-        return snapshot_of(named_tensors, dtype=self._dtype, column_parts=self._column_parts)
+        return snapshot_of(named_tensors, dtype=self._dtype, column_parts=self._column_parts, collector=self._collector)
 
     def needs_anchor(self, snapshot: Snapshot, version: int) -> bool:
         """Whether the next version, of this snapshot, has to be an anchor."""
@@ -268,13 +274,15 @@ class WeightPublisher:
         ]
         check_layout(tuple(snapshot.specs.values()), len(boxes))
         sink = self._log if base is not None else self._anchor_sink(snapshot, version)
-        encode = partial(_payload_of, snapshot, base)
-        with closing(map_slices(encode, ((name, box) for _, name, box in boxes))) as payloads:
+        if base is not None:
+            self._check_collected(snapshot, base, version)
+        with closing(encode_slices(snapshot, base, [(name, box) for _, name, box in boxes])) as payloads:
             pending = [
                 (number, name, box, self._put_slice(sink, name, payload, version))
                 for (number, name, box), payload in zip(boxes, payloads, strict=True)
             ]
         sink.close()
+        snapshot.changes.clear()
         slices = tuple(
             _slice_ref(
                 number, box, snapshot.digests[name, box], NO_BASE if base is None else base.digests[name, box], chunks
@@ -354,20 +362,20 @@ class WeightPublisher:
             return self._log
         return self._store.create(self.trust.model_id, self.trust.run, version)
 
+    def _check_collected(self, snapshot: Snapshot, base: Snapshot, version: int) -> None:
+        """Discard collected changes that would be encoded wrongly, and collect no more."""
+        if self._collector is None:
+            return
+        if not self._collector.stopped and (tensor := wrongly_collected(snapshot, base, version)):
+            log.error("gpu_encoding_stopped", reason=f"the changes of {tensor} are not those that the CPU collects")
+            self._collector.stop()
+        if self._collector.stopped:
+            snapshot.changes.clear()
+
     def _put_slice(self, sink: ChunkSink, name: str, payload: bytes | None, version: int) -> list[StoredChunk]:
         if payload is None:
             return []
         return put_payload(sink, payload, model_id=self.trust.model_id, version=version, tensor=name)
-
-
-def _payload_of(now: Snapshot, base: Snapshot | None, piece: tuple[str, Box]) -> bytes | None:
-    """The payload of a slice; None if the slice did not change."""
-    name, box = piece
-    if base is None:
-        return codec.dense(now.within(name, box))
-    if base.digests[piece] == now.digests[piece]:
-        return None
-    return codec.encode(base.within(name, box), now.within(name, box), now.specs[name].dtype)
 
 
 def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks: Sequence[StoredChunk]) -> SliceRef:
@@ -433,5 +441,6 @@ def make_publisher(
         store=open_store(config),
         store_above_bytes=config.store_above_bytes,
         key=load_signing_key(config),
+        collector=ChangeCollector() if config.encode_on_gpu else None,
         on_wait=on_wait,
     )

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rose.schemas.weights import TensorSpec
+from rose.workers.weights.gpu_changes import ChangeCollector, SliceChanges
 from rose.workers.weights.layout import DTYPE_BYTES, Box, LayoutError, WholeDigest, digest_of, matrix, slices_of
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -114,6 +115,8 @@ class Snapshot:
     words: dict[str, Matrix] = field(default_factory=dict)
     digests: dict[tuple[str, Box], bytes] = field(default_factory=dict)
     """Digest of every owned slice, in the manifest's order."""
+    changes: dict[tuple[str, Box], SliceChanges] = field(default_factory=dict)
+    """Changes of slices since an earlier snapshot, of slices that were collected on a GPU."""
 
     @property
     def owned_bytes(self) -> int:
@@ -140,9 +143,15 @@ class Snapshot:
 
 
 def snapshot_of(
-    named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, column_parts: int
+    named_tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype | None,
+    column_parts: int,
+    collector: ChangeCollector | None = None,
 ) -> Snapshot:
     """Copy tensors, with more precise values rounded to `dtype`. `column_parts`: see `layout.slices_of`.
+
+    `collector` collects the changes since its last snapshot.
 
     Raises LayoutError if an element type or placement cannot be published, and NotFinite if a value is not finite or
     too large for `dtype`.
@@ -156,13 +165,18 @@ def snapshot_of(
             continue
         snapshot.boxes[name], shard = local
         words = bits_of(shard)
-        # Rounding has made a copy already.
-        snapshot.words[name] = words.copy() if wired.dtype == tensor.dtype else words
+        # Rounding, or the way from a GPU, has made a copy already.
+        snapshot.words[name] = words.copy() if wired.dtype == tensor.dtype and shard.is_cpu else words
+        digests: dict[Box, bytes] = {}
         for box in slices_of(snapshot.boxes[name], column_parts=column_parts):
             flat = snapshot.within(name, box)
             if not finite(flat, snapshot.specs[name].dtype):
                 raise NotFinite(_nonfinite_error(name, owned_part(tensor.detach()), snapshot.specs[name].dtype))
-            snapshot.digests[name, box] = digest_of(flat.data)
+            digests[box] = digest_of(flat.data)
+        snapshot.digests.update({(name, box): digest for box, digest in digests.items()})
+        if collector is not None:
+            collected = collector.collect(name, shard, snapshot.boxes[name], digests, snapshot.specs[name].dtype)
+            snapshot.changes.update({(name, box): changes for box, changes in collected.items()})
     return snapshot
 
 

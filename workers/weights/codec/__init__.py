@@ -81,6 +81,16 @@ class Changes:
     heavy_steps: NDArray[np.signedinteger[Any]]
     """For each heavy element its step; 0 for an unchanged element."""
 
+    @property
+    def is_encodable(self) -> bool:
+        """Whether `encode_delta` stays within its arrays: it checks nothing, and a GPU may have collected nonsense."""
+        event_codes = self.codes[self.exponents]
+        return bool(
+            ((event_codes > 0) & (event_codes != HEAVY_CODE)).all()
+            and (self.codes[self.heavy_exponents] == HEAVY_CODE).all()
+            and (self.positions[1:] >= self.positions[:-1]).all()
+        )
+
     def equals(self, other: "Changes") -> bool:
         """Whether all values are equal; steps may have different types."""
         return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
