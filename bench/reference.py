@@ -21,9 +21,9 @@ from rose.schemas.prompts import Prompt
 from rose.workers.environments.registry import load_environment
 from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
+from rose.workers.trainer.optimizer import make_optimizer, make_schedule
 from rose.workers.trainer.packing import pack_passes
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.replica import make_optimizer, make_schedule
 from rose.workers.trainer.step import train_step
 
 HELD_OUT_EVERY_STEPS = 10

@@ -37,8 +37,8 @@ from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
+from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.replica import make_optimizer
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
 from rose.workers.trainer.step import train_step
 from tests.support.trainer_fixtures import group_name, make_policy, make_samples, save_first_version

@@ -9,8 +9,8 @@ import torch
 from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.logprobs import token_logprobs
+from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.replica import make_optimizer
 from rose.workers.trainer.step import train_step
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
-from rose.workers.trainer.replica import learning_rate_ratio, make_schedule
+from rose.workers.trainer.optimizer import learning_rate_ratio, make_schedule
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
 from tests.support.trainer_fixtures import (
     FAILED_GROUP,

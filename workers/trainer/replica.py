@@ -6,11 +6,8 @@ Keeps true
 - With one process and float32, weights are plain tensors, without a process group. Otherwise FSDP2 shards them: master
   weights, gradients and optimizer state are float32, each rank holds its rows, and a layer's weights are whole only
   while the layer computes.
-- The learning rate of a step depends only on the settings and on the number of steps before it, so a run that is
-  resumed has the learning rates of a run that was not interrupted.
 """
 
-import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +21,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from rose.schemas.errors import RoseError, UsageError
@@ -32,6 +28,7 @@ from rose.workers.trainer.algorithms import AlgorithmError, TrainingSample, make
 from rose.workers.trainer.checkpoint import Checkpoints, Progress
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.logprobs import LogprobModule
+from rose.workers.trainer.optimizer import make_optimizer, make_schedule
 from rose.workers.trainer.packing import pack_passes
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.ranks import ALONE, FailedOnARank, Ranks
@@ -272,32 +269,3 @@ def recompute_layers(model: Any) -> None:
         )
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW without weight decay and with a beta2 of 0.95, which adapts fast enough for a run of a few dozen steps."""
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig, *, steps: int = 0) -> LambdaLR:
-    """The schedule of the optimizer's learning rate after `steps` steps; sets the rate of the next step.
-
-    Call the schedule's `step()` once after each step that has applied a gradient. `last_epoch` is then the number of
-    such steps, which a checkpoint keeps. If the settings have changed since the checkpoint, the new settings decide, at
-    the number of steps of the checkpoint: nothing of the old schedule is kept.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = config.learning_rate
-    return LambdaLR(optimizer, partial(learning_rate_ratio, config), last_epoch=steps - 1)
-
-
-def learning_rate_ratio(config: TrainerConfig, steps: int) -> float:
-    """Ratio of the learning rate to `config.learning_rate` after `steps` steps; from 0 to 1."""
-    warmup = config.learning_rate_warmup_steps
-    if steps < warmup:
-        return (steps + 1) / (warmup + 1)
-    if config.learning_rate_schedule == "constant":
-        return 1.0
-    done = min((steps - warmup) / config.learning_rate_decay_steps, 1.0)
-    left = 1 - done if config.learning_rate_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.learning_rate_floor_ratio + (1 - config.learning_rate_floor_ratio) * left
