@@ -13,20 +13,19 @@ from torch import nn
 from vllm.model_executor.layers import utils as layer_utils
 
 from rose.workers.executor.vllm import spare_weights
+from rose.workers.executor.vllm.loader_copies import bounded_slices
 from rose.workers.executor.vllm.types import EngineStartError
 from rose.workers.executor.vllm.weights import PolicyWeights
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 40))
 def test_pieces_are_bounded_and_cover_every_element_once(shape: list[int], most: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spare_weights, "PIECE_ELEMENTS", most)
-        whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-        seen = []
-        for one, other in spare_weights.bounded_slices(whole, whole.clone()):
-            assert one.numel() <= most and torch.equal(one, other)
-            seen += one.flatten().tolist()
-        assert seen == whole.flatten().tolist()
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    seen = []
+    for one, other in bounded_slices(whole, whole.clone(), most=most):
+        assert one.numel() <= most and torch.equal(one, other)
+        seen += one.flatten().tolist()
+    assert seen == whole.flatten().tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
