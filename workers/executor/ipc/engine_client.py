@@ -63,7 +63,10 @@ class StagedTensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors. The tensors keep the buffer mapped, and touch its pages only when they are read."""
-        memory = mmap.mmap(self.descriptor, 0)
+        yield from self.within(mmap.mmap(self.descriptor, 0))
+
+    def within(self, memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors as views of `memory`, a mapping of the buffer."""
         for entry in self.layout:
             dtype: torch.dtype = getattr(torch, entry.dtype)
             count = math.prod(entry.shape)
