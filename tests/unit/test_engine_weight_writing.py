@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from rose.workers.executor.vllm import spare_weights
 from rose.workers.executor.vllm.loader_copies import bounded_slices
-from rose.workers.executor.vllm.types import EngineStartError
+from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
 from rose.workers.executor.vllm.weights import PolicyWeights
 
 
@@ -87,3 +88,74 @@ def test_tensor_that_a_loader_reads_in_part_is_refused(
         return
     with pytest.raises(EngineStartError, match=r"reads only a part of inner\.weight \(12 of 18 elements\)"):
         weights.allocate_spare()
+
+
+def test_engine_without_room_for_staging_is_refused_with_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = Narrowing(CUTS["narrow"])
+    worker = SimpleNamespace(get_model=lambda: model, model_config=SimpleNamespace(dtype=torch.float32))
+    weights = PolicyWeights(worker, folder_of(tmp_path, 4), {"inner.weight": (4, 3)})
+    monkeypatch.setattr(torch, "empty", no_room)
+    with pytest.raises(EngineStartError, match="lower gpu_memory_utilization"):
+        weights.allocate_spare()
+
+
+class Transformed(QuantizeMethodBase):  # type: ignore[misc]
+    """A method whose layers vLLM may transform after loading."""
+
+    def create_weights(self, layer: nn.Module, *_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    def apply(self, layer: nn.Module, *_: object, **__: object) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def reloading(folder: Path, reload: Callable[[torch.Tensor], torch.Tensor]) -> tuple[PolicyWeights, nn.Module]:
+    """Return the weights of a worker whose `reload_weights` loads `reload` of a tensor, and the worker's model."""
+    model = Narrowing(lambda tensor: tensor)
+    model.inner.quant_method = Transformed()
+    model.load_weights(load_file(folder / "model.safetensors").items())
+
+    def reload_weights(weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        model.load_weights((name, reload(tensor)) for name, tensor in weights_iterator)
+
+    worker = SimpleNamespace(
+        get_model=lambda: model, model_config=SimpleNamespace(dtype=torch.float32), reload_weights=reload_weights
+    )
+    return PolicyWeights(worker, folder, {"inner.weight": (4, 3)}), model.inner
+
+
+def test_layer_that_vllm_may_transform_is_reloaded_and_a_failed_reload_undone(tmp_path: Path) -> None:
+    def fails_at_13(tensor: torch.Tensor) -> torch.Tensor:
+        if bool((tensor == 13).any()):
+            raise RuntimeError("no such kernel")
+        return tensor
+
+    weights, layer = reloading(folder_of(tmp_path, 4), fails_at_13)
+    folder = layer.weight.clone()  # type: ignore[operator]
+    weights.allocate_spare()
+    for value in (2.0, 13.0):
+        version = {"inner.weight": torch.full((4, 3), value)}
+        list(weights.stage(version))
+        if value != 13:
+            weights.activate(version)
+            assert torch.equal(layer.weight, version["inner.weight"])  # type: ignore[arg-type]
+            weights.restore()
+            assert torch.equal(layer.weight, folder)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(SwapRefused, match="no such kernel"):
+                weights.activate(version)
+            assert torch.equal(layer.weight, folder)  # type: ignore[arg-type]
+
+
+def test_model_that_a_reload_of_the_same_weights_changes_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, 4)
+    changed = r"inner\.weight is another after vLLM has loaded the same weights again"
+    with pytest.raises(EngineStartError, match=changed):
+        reloading(folder, lambda tensor: tensor.roll(1, 0))[0].allocate_spare()
+    with pytest.raises(EngineBroken, match=changed):
+        list(reloading(folder, lambda tensor: tensor.roll(1, 0))[0].stage({"inner.weight": torch.ones(4, 3)}))

@@ -175,20 +175,26 @@ def test_staging_failure_on_a_rank_rejects_the_version_and_activation_failure_en
         checked(weights, iter([("model.norm.weight", torch.ones(4))]))
 
 
-@pytest.mark.parametrize(("refusing", "raised"), [(range(SIZE), SwapRefused), (range(1), EngineBroken)])
-def test_activation_that_every_rank_has_undone_refuses_the_version_and_no_other(
-    staged_tensors: StagedTensors, refusing: Sequence[int], raised: type[Exception]
+@pytest.mark.parametrize("refusing", [range(SIZE), range(1)], ids=["every rank", "one rank"])
+@pytest.mark.parametrize("restored", [True, False], ids=["undone", "not undone"])
+def test_activation_that_a_rank_refuses_is_undone_on_every_rank_or_ends_the_engine(
+    staged_tensors: StagedTensors, refusing: Sequence[int], restored: bool
 ) -> None:
     def undoes(rank: int, name: str, _: Any) -> bool:
         if name == "activate" and rank in refusing:
             raise SwapRefused("it could not be applied")
+        if name == "restore" and not restored:
+            raise EngineBroken("a device is lost")
         return True
 
-    weights = RankWeights(ranks_of(Workers(undoes)), Path(), SHAPES, torch.float32)
+    workers = Workers(undoes)
+    weights = RankWeights(ranks_of(workers), Path(), SHAPES, torch.float32)
     version = checked(weights, staged_tensors)
     list(weights.stage(version))
-    with pytest.raises(raised, match="it could not be applied"):
+    raised, what = (SwapRefused, "it could not be applied") if restored else (EngineBroken, "a device is lost")
+    with pytest.raises(raised, match=what):
         weights.activate(version)
+    assert workers.calls[-2:] == ["activate", "restore"]
 
 
 def test_objects_of_a_worker_before_serving_are_frozen_for_the_garbage_collector() -> None:

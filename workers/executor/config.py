@@ -98,8 +98,8 @@ class ExecutorConfig:
     """Arguments of the engine by vLLM's names, as `enforce_eager`, `compilation_config`, `attention_backend`,
     `kv_cache_dtype`, `gpu_memory_utilization` or `tensor_parallel_size` (ranks on one machine). An engine on a CPU is
     always eager, one on a GPU only if `enforce_eager` is true. With `gpu_memory_utilization` vLLM chooses the size of
-    the KV cache. A `kv_cache_dtype` of 8 bits changes logprobs: `trainer.max_logprob_difference` must allow the
-    difference. Lenders do not use this table."""
+    the KV cache; leave a quarter of the weights' size free, to stage versions. A `kv_cache_dtype` of 8 bits changes
+    logprobs: `trainer.max_logprob_difference` must allow the difference. Lenders do not use this table."""
     drain_before_swap: bool = False
     """Whether running turns end under the version under which they began; new turns then wait until the engine is
     empty. Otherwise running turns continue under the new version, and their spans say from which token on."""

@@ -243,13 +243,13 @@ class Engine:
         return time.perf_counter() - began
 
     def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Check a version and prepare it while the old version serves, in pieces (`write_version`).
+        """Check a version and prepare it while the old version serves, in pieces.
 
         The engine may step between two pieces.
 
         `tensors`: all tensors of the model by Hugging Face name, on any device, in the engine's element type or a type
-        that it represents exactly. The engine keeps them: do not write to them afterwards. An earlier staged version is
-        discarded. Raises SwapRefused.
+        that it represents exactly. The engine keeps them until another version is activated: do not write to them
+        before. An earlier staged version is discarded. Raises SwapRefused.
         """
         self._staged = None
         version = yield from self._weights.check(tensors)

@@ -2,7 +2,8 @@
 
 Keeps true
 - All ranks answer a call before the next call. A call that fails on one rank has failed.
-- A version is activated in two phases: no rank serves it before all ranks have staged it.
+- A version is activated in two phases: no rank serves it before all ranks have staged it. If a rank refuses in the
+  second phase, all ranks serve the version before.
 - A rank that fails in a step ends (`rank_worker`), and the engine's process ends with a rank.
 """
 
@@ -50,7 +51,7 @@ class RankFailed(RoseError):
     """A call failed on at least one rank."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
-        """`refused`: whether every rank has refused, and serves the old version."""
+        """`refused`: whether every rank that failed has refused, and serves the old version."""
         super().__init__(message)
         self.refused = refused
 
@@ -82,7 +83,8 @@ def require_success(answers: Sequence[Answer]) -> Sequence[Any]:
     everywhere = len(failed) == len(answers) > 1 and len(set(failed.values())) == 1
     by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
     raise RankFailed(
-        f"every rank: {failed[0]}" if everywhere else by_rank, refused=all(answer.refused for answer in answers)
+        f"every rank: {failed[0]}" if everywhere else by_rank,
+        refused=all(answer.succeeded or answer.refused for answer in answers),
     )
 
 
@@ -99,14 +101,14 @@ class RankPolicy:
         """The pieces of staging `_version`."""
 
     def allocate_spare(self) -> dict[str, int]:
-        """Allocate the memory in which a version is staged: see `PolicyWeights.prove_spare`."""
-        return self._weights.prove_spare()
+        """Allocate the memory in which a version is staged: see `PolicyWeights.prove_writer`."""
+        return self._weights.prove_writer()
 
     def stage(self, file: str, layout: Sequence[TensorLayout], names: Sequence[str]) -> None:
         """Start to stage a version from the weight buffer at path `file`."""
         descriptor = os.open(file, os.O_RDWR)
         try:
-            staged = dict(StagedTensors(descriptor, layout))
+            staged = self._weights.mapped(StagedTensors(descriptor, layout))
         finally:
             os.close(descriptor)
         self._version = {name: staged[name] for name in names}
@@ -120,6 +122,10 @@ class RankPolicy:
         """Serve the staged version from the next step on."""
         version, self._version = self._version, {}
         self._weights.activate(version)
+
+    def restore(self) -> None:
+        """Serve the version before again, if this rank has activated the staged version. Raises EngineBroken."""
+        self._weights.restore()
 
 
 class RankWeights:
@@ -168,13 +174,17 @@ class RankWeights:
             raise SwapRefused(str(failed)) from failed
 
     def activate(self, version: dict[str, Tensor]) -> None:
-        """Have every rank serve the staged version. Raises SwapRefused or EngineBroken."""
+        """Have every rank serve the staged version, or the version before again. Raises SwapRefused or EngineBroken."""
         try:
             self._ranks.call("activate")
         except RankFailed as failed:
-            if failed.refused:
-                raise SwapRefused(str(failed)) from failed
-            raise EngineBroken(str(failed)) from failed  # some ranks may serve the version, and others not
+            if not failed.refused:
+                raise EngineBroken(str(failed)) from failed
+            try:
+                self._ranks.call("restore")
+            except RankFailed as again:
+                raise EngineBroken(f"{failed}, and a rank could not undo its swap: {again}") from again
+            raise SwapRefused(str(failed)) from failed
 
 
 class RanksBackend:

@@ -2,24 +2,30 @@
 
 Keeps true
 - A version is activated completely or not at all: names, shapes, element types, completeness and finite values are
-  checked before the first write. On a CPU the version is written into spare weights while the old version computes, and
-  the two are exchanged between steps. On a GPU the version is written between steps, and a failed write is undone by a
-  write of the version before.
-- The engine computes with the weights that were written. On a CPU vLLM computes with packed copies of linear weights
-  and discards the plain weights; here the plain weights are kept, written by the model's own loader, and packed again.
+  checked before the first write, and a failed activation is undone.
+- The engine computes with the weights that were written. Before the first version, the folder's weights are written in
+  the way of later versions, and compared with what vLLM has loaded.
+- A version is staged while the old version computes, except by `Reload`.
+
+There are three ways to serve a version; the loaded model decides.
+
+- Layers with packed weights, as on a CPU: `SpareWeights`. vLLM computes with packed copies of linear weights and
+  discards the plain weights; here the plain weights are kept, written by the model's own loader, and packed again. The
+  cost is that a CPU holds all weights twice, each with packed copies.
+- Plain linear layers and embeddings, as on a GPU: `InPlaceWeights`.
+- Any other layer, as experts, latent attention and quantized layers on a GPU: `Reload`.
 
 vLLM's `reload_weights` is not used on a CPU: with tied embeddings it does not update the head's packed copy (logprobs
-off by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Plain weights alone are not used either,
-because steps of a model with 25M parameters take up to 1.4 times as long. The cost is that a CPU holds all weights
-twice, each with packed copies.
+off by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Plain weights alone are not used there
+either, because steps of a model with 25M parameters take up to 1.4 times as long.
 """
 
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +34,11 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.platforms import current_platform
 
-from rose.workers.executor.vllm import spare_weights
+from rose.workers.executor.ipc.engine_client import StagedTensors
+from rose.workers.executor.ipc.weight_mappings import WeightMappings
+from rose.workers.executor.vllm.in_place_weights import MEMORY_PART, InPlaceWeights
+from rose.workers.executor.vllm.spare_weights import SpareWeights, first_not_finite, is_packed, tensors_equal
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
 from rose.workers.weights.folder_names import COMPUTED
 from rose.workers.weights.model_folder import folder_tensors, held_tensors
@@ -39,8 +47,8 @@ WRITABLE_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
 """Methods of layers that compute with the loaded weights, or packed copies of them, and nothing else."""
 
 
-def refuse_unsupported_layers(model: torch.nn.Module) -> None:
-    """Raise EngineStartError for a layer whose weights vLLM transforms on a CPU in a way `write_version` does not.
+def transforming_layer(model: torch.nn.Module) -> str:
+    """Return the first layer whose weights vLLM may transform after it has loaded them, with its kind; or nothing.
 
     vLLM rearranges the weights of experts under the same names and shapes, and computes latent attention from products
     of its weights. A new version would be written where it is not read, or would be misread.
@@ -50,17 +58,27 @@ def refuse_unsupported_layers(model: torch.nn.Module) -> None:
         if isinstance(layer, MLAAttention) or (
             isinstance(method, QuantizeMethodBase) and type(method) not in WRITABLE_METHODS
         ):
-            kind = type(layer if method is None else method).__name__
-            raise EngineStartError(
-                f"on a CPU a new policy version cannot be written into {name} ({kind}): take a policy without experts "
-                "and latent attention, or a GPU"
-            )
+            return f"{name} ({type(layer if method is None else method).__name__})"
+    return ""
 
 
-def first_difference(model: torch.nn.Module, other: torch.nn.Module) -> str | None:
-    """Return the name of the first parameter in which two models of the same classes differ; None if none does."""
-    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
-    return next((name for (name, one), another in pairs if not torch.equal(one.data, another.data)), None)
+class WeightWriter(Protocol):
+    """A way to serve versions of one loaded model."""
+
+    def prove(self, served: Mapping[str, Tensor], read: dict[str, int]) -> str:
+        """Prove that a version is written where the model reads it. Return what is wrong, empty if nothing is.
+
+        `served`: the tensors that the model serves. `read`: receives how many elements of each the loader reads here.
+        """
+
+    def stage(self, version: Mapping[str, Tensor]) -> Iterator[None]:
+        """Prepare a version while the version before computes, in pieces. An earlier staged version is discarded."""
+
+    def activate(self) -> None:
+        """Serve the staged version. After an exception the caller calls `undo`."""
+
+    def undo(self, before: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Serve the version before again, bit for bit, after `activate` or a part of it. `before`: its tensors."""
 
 
 HEAD_TENSOR = "lm_head.weight"
@@ -110,14 +128,14 @@ def check_version(
         raise SwapRefused(f"{len(missing)} tensors are missing, the first is {min(missing)}")
     for name, tensor in version.items():
         _check_tensor(name, tensor, shapes[name], engine_dtype)
-    if name := (yield from spare_weights.first_not_finite(version)):
+    if name := (yield from first_not_finite(version)):
         raise SwapRefused(f"{name} holds a value that is not finite")
     return version
 
 
 def _check_head(head: Tensor, embedding: Tensor) -> Iterator[None]:
     if head.shape == embedding.shape and head.dtype == embedding.dtype and head.device == embedding.device:
-        for same in spare_weights.tensors_equal(head, embedding):
+        for same in tensors_equal(head, embedding):
             if not same:
                 break
             yield
@@ -159,6 +177,51 @@ def require_all_read(folder: Path, shapes: Mapping[str, tuple[int, ...]], read: 
             )
 
 
+class Reload:
+    """Serves versions by vLLM's `reload_weights`, between two steps. See `WeightWriter`."""
+
+    def __init__(self, worker: Any, constants: Mapping[str, Tensor]) -> None:
+        """`worker`: vLLM's worker. `constants`: tensors of the folder that belong to no version."""
+        self._worker = worker
+        self._constants = constants
+        self._version: Mapping[str, Tensor] = {}
+
+    def prove(self, served: Mapping[str, Tensor], read: dict[str, int]) -> str:
+        """Load the served version again, and compare the parameters with copies of them in host memory.
+
+        Experts on a CPU, for example, are other experts after a reload. `read` receives nothing.
+        """
+        model = self._worker.get_model()
+        held = {name: parameter.data.to("cpu", copy=True) for name, parameter in model.named_parameters()}
+        self._load(served)
+        changed = (name for name, parameter in model.named_parameters() if not _same(held.get(name), parameter.data))
+        name = next(changed, "")
+        return name and f"{name} is another after vLLM has loaded the same weights again"
+
+    def stage(self, version: Mapping[str, Tensor]) -> Iterator[None]:
+        """Prepare nothing."""
+        self._version = version
+        yield
+
+    def activate(self) -> None:
+        """Load the version."""
+        self._load(self._version)
+
+    def undo(self, before: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Load the version before."""
+        self._load(before())
+
+    def _load(self, version: Mapping[str, Tensor]) -> None:
+        self._worker.reload_weights(weights_iterator=iter(sorted({**self._constants, **version}.items())))
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape and bits."""
+    if one is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(tensor.cpu().contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
+
+
 class PolicyWeights:
     """The weights of one model runner, which may hold one rank's shard of a model."""
 
@@ -168,91 +231,123 @@ class PolicyWeights:
         self._folder = folder
         self._shapes = shapes
         self._held = folder_tensors(folder)
-        unchanged = (name for name, tensor in self._held.items() if not tensor.travels)
-        self._constants = dict(held_tensors(folder, self._held, unchanged))
         self._dtype: torch.dtype = worker.model_config.dtype
+        self._buffers = WeightMappings()
+        self._writer: WeightWriter | None = None
         self._serving: dict[str, Tensor] | None = None
-        self._spare: torch.nn.Module | None = None
+        """The version that serves, while the writer may need it again; None for the folder's weights."""
+        self._before: dict[str, Tensor] | None = None
+        """The version before `_serving`, for `restore`."""
+        self._activated = False
+        """Whether the version that was staged last serves."""
 
     def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
         """Check a version: see `check_version`."""
-        return check_version(tensors, self._shapes, self._dtype)
+        mapped = self._buffers.tensors(tensors) if isinstance(tensors, StagedTensors) else tensors
+        return check_version(mapped, self._shapes, self._dtype)
+
+    def mapped(self, staged: StagedTensors) -> dict[str, Tensor]:
+        """Return the tensors of a version in a weight buffer of the engine."""
+        return dict(self._buffers.tensors(staged))
 
     def allocate_spare(self) -> None:
-        """Allocate the spare weights, which `stage` otherwise allocates at its first call. Raises EngineStartError."""
-        if read := self.prove_spare():
-            require_all_read(self._folder, self._shapes, read)
+        """Allocate the memory of staging, which `stage` otherwise allocates at its first call.
 
-    def prove_spare(self) -> dict[str, int]:
-        """Allocate the spare weights, and return how many elements of each tensor the loader reads here.
-
-        Proves first that `write_version` gives the same weights as vLLM's load: writes the folder's weights into empty
-        spare weights, and compares. Returns nothing on a GPU, which needs no spare weights, and if they are there.
         Raises EngineStartError.
         """
-        if self._spare is not None or not current_platform.is_cpu():
-            return {}
-        model = self._worker.get_model()
-        refuse_unsupported_layers(model)
-        spare = spare_weights.make_spare(model)
-        with torch.no_grad():
-            for parameter in spare.parameters():
-                parameter.fill_(math.nan if parameter.is_floating_point() else -1)
-        read: dict[str, int] = {}
         try:
-            for _ in spare_weights.write_version(spare, self._of_folder(), read=read):
-                pass
-            name = first_difference(model, spare)
+            read = self.prove_writer()
+        except EngineBroken as broken:
+            raise EngineStartError(str(broken)) from broken
+        if read:
+            require_all_read(self._folder, self._shapes, read)
+
+    def prove_writer(self) -> dict[str, int]:
+        """Choose the way to serve versions, and return how many elements of each tensor the loader reads here.
+
+        Proves first that a written version is what the model computes with (`WeightWriter.prove`). Returns nothing if
+        the way is chosen already, or for a `Reload`. Raises EngineStartError; EngineBroken if a reload failed, which
+        may have changed the weights.
+        """
+        if self._writer is not None:
+            return {}
+        read: dict[str, int] = {}
+        writer = self._make_writer()
+        failure = EngineBroken if isinstance(writer, Reload) else EngineStartError
+        try:
+            wrong = writer.prove(self._of_folder(), read)
         except Exception as error:  # a loader raises any type of exception if it needs more than a version has
-            raise EngineStartError(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
-        if name is not None:
-            raise EngineStartError(self._unwritten(name, spare.get_parameter(name)))
-        self._spare = spare
+            raise failure(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
+        if wrong:
+            raise failure(f"vLLM takes no new version of {self._folder}: {wrong}")
+        self._writer = writer
         return read
 
-    def _unwritten(self, name: str, parameter: Tensor) -> str:
-        what = f"vLLM takes no new version of {self._folder}: {name}"
-        if parameter.is_floating_point() and parameter.isnan().any():
-            return f"{what} is not written, or not all of it: do its files lack a tensor that its config.json asks for?"
-        return f"{what} is not what was written"
+    def _make_writer(self) -> WeightWriter:
+        model = self._worker.get_model()
+        layer = transforming_layer(model)
+        if is_packed(model):
+            if layer:
+                raise EngineStartError(
+                    f"on a CPU a new policy version cannot be written into {layer}: take a policy without experts and "
+                    "latent attention, or a GPU"
+                )
+            return SpareWeights(model)
+        if layer:
+            constants = (name for name, tensor in self._held.items() if not tensor.travels)
+            return Reload(self._worker, dict(held_tensors(self._folder, self._held, constants)))
+        try:
+            return InPlaceWeights(model)
+        except torch.OutOfMemoryError as error:
+            raise EngineStartError(
+                f"no memory is left to stage versions of {self._folder} (1/{MEMORY_PART} of its weights): set a "
+                "lower gpu_memory_utilization in executor.vllm"
+            ) from error
 
     def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
-        """Prepare a checked version while the old version computes, in pieces (`write_version`), on any thread.
+        """Prepare a checked version while the old version computes, in pieces, on any thread.
 
-        Prepares one version at a time: start the next only when the pieces of this one are no longer used. Raises
-        SwapRefused.
+        Prepares one version at a time: start the next only when the pieces of this one are no longer used. The tensors
+        are read until another version is activated. Raises SwapRefused, or EngineBroken as `prove_writer`.
         """
+        self._before, self._activated = None, False
         try:
-            self.prove_spare()
-            if self._spare is not None:
-                yield from spare_weights.write_version(self._spare, version)
+            self.prove_writer()
+            assert self._writer is not None
+            yield from self._writer.stage(version)
+        except EngineBroken:
+            raise
         except Exception as error:  # after any error of a loader or kernel the old version continues to serve
             raise SwapRefused(f"it could not be prepared: {error}") from error
 
     def activate(self, version: dict[str, Tensor]) -> None:
-        """Serve the version that was staged last. On a GPU its tensors are kept, to undo a later swap.
+        """Serve the version that was staged last.
 
         Raises SwapRefused if the old version continues to serve, EngineBroken if no version does.
         """
-        if current_platform.is_cpu():
-            assert self._spare is not None
-            spare_weights.exchange_parameters(self._worker.get_model(), self._spare)
-            return
+        assert self._writer is not None
         try:
-            self._reload(version)
+            self._writer.activate()
         except Exception as error:  # after any error of a loader or kernel, a partial version must not serve
             self._undo(error)
             raise SwapRefused(f"it could not be applied: {error}") from error
-        self._serving = version
+        if not isinstance(self._writer, SpareWeights):  # spare weights hold the version before
+            self._before, self._serving = self._serving, version
+        self._activated = True
+
+    def restore(self) -> None:
+        """Serve the version before again, if the version that was staged last serves. Raises EngineBroken."""
+        if self._activated:
+            self._serving, self._activated = self._before, False
+            self._undo(SwapRefused("another rank has refused the version"))
 
     def _undo(self, error: Exception) -> None:
+        """Serve `_serving` again."""
+        assert self._writer is not None
         try:
-            self._reload(self._serving if self._serving is not None else self._of_folder())
+            self._writer.undo(lambda: self._of_folder() if self._serving is None else self._serving)
         except Exception as again:  # no complete version is left to serve
             raise EngineBroken(f"a swap failed ({error}) and could not be undone ({again})") from again
 
     def _of_folder(self) -> dict[str, Tensor]:
         return dict(held_tensors(self._folder, self._held, self._shapes))
-
-    def _reload(self, version: Mapping[str, Tensor]) -> None:
-        self._worker.reload_weights(weights_iterator=iter(sorted({**self._constants, **version}.items())))

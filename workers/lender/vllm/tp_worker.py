@@ -199,6 +199,10 @@ class GuestWorker:
         """Serve the staged version from the next step on."""
         self._loaded_policy.activate()
 
+    def restore(self) -> None:
+        """Serve the version before again, if this rank has activated the staged version."""
+        self._loaded_policy.restore()
+
     @property
     def _loaded_policy(self) -> RankPolicy:
         assert self._policy is not None
