@@ -1,9 +1,10 @@
-"""Measures the savings and the cost of the weight transfer, on real updates of SmolLM2-135M.
+"""Measures the savings and the cost of the weight transfer, on real updates of SmolLM2-135M if nothing else is said.
 
     python -m bench.weights --only sizes     bytes of real updates, compared with entropy and other codecs (minutes)
     python -m bench.weights --only speeds    encoding and applying the update that `sizes` kept, on one core and on all
     python -m bench.weights --only link      seconds to the last of four receivers over slow links (root; minutes)
     python -m bench.weights --only pause     how long vLLM pauses for a new version
+    python -m bench.weights --only in_place  bytes written between two steps by a version in place (a random policy)
 
 Without `--only` all sections run, in this order. `--json FILE` writes one object with `checks` and the tables; `-` is
 standard output. The benchmark needs the packages of the extra `bench`; the model is fetched once (bench.weight_deltas).
@@ -19,14 +20,24 @@ from rich.table import Table
 
 from bench.check import Section, keep, options
 from bench.weight_deltas import FOLDER, fetch
+from bench.weight_in_place import in_place
 from bench.weight_link import link
 from bench.weight_pause import pause
 from bench.weight_sizes import sizes
 from bench.weight_speeds import speeds
 from rose.schemas.errors import RoseError
 
-SECTIONS: Mapping[str, Callable[[Path], Section]] = {"sizes": sizes, "speeds": speeds, "link": link, "pause": pause}
+SECTIONS: Mapping[str, Callable[[Path], Section]] = {
+    "sizes": sizes,
+    "speeds": speeds,
+    "link": link,
+    "pause": pause,
+    "in_place": in_place,
+}
 """Sections by name. Each gets the folder of the model and the update, and can run alone."""
+
+MODEL_FREE = {"in_place"}
+"""Sections that do without the folder."""
 
 
 def table(section: Section) -> Table:
@@ -42,9 +53,11 @@ def main() -> None:
     parser.add_argument("--only", choices=SECTIONS, action="append", help="run this section; repeatable")
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"folder of model and update; {FOLDER} by default")
     arguments = parser.parse_args()
+    names = arguments.only or list(SECTIONS)
     try:
-        fetch(arguments.folder)
-        found = [SECTIONS[name](arguments.folder) for name in arguments.only or SECTIONS]
+        if not MODEL_FREE.issuperset(names):
+            fetch(arguments.folder)
+        found = [SECTIONS[name](arguments.folder) for name in names]
     except RoseError as error:
         sys.exit(str(error))
     result = {
