@@ -15,10 +15,7 @@ from torch import Tensor
 from bench.gpu.card import Card, card_of
 from bench.gpu.report import Report, require
 from rose.workers.executor.ipc.shared_memory import create_sealed_memory
-from rose.workers.executor.vllm import spare_weights
-
-PIECE_BYTES = spare_weights.PIECE_ELEMENTS * torch.bfloat16.itemsize
-"""Bytes of a piece of spare weights in bfloat16."""
+from rose.workers.executor.vllm.in_place_weights import PIECE_BYTES, InPlaceWeights
 
 SHARES = 0.001, 0.01, 0.05
 """Shares of the weights that an update changes."""
@@ -31,8 +28,8 @@ def slab_copies(report: Report) -> None:
     """C: decides how an engine on a GPU loads a version from shared memory: pinned or not, and in which pieces.
 
     Rows: rate, blocked time of the host and longest piece of copies from a memfd, from a memfd that is registered with
-    CUDA, and from pinned memory; then times of the product's spare weights on a model of transformers. The logits after
-    an exchange must equal the logits of a model into which the version was copied.
+    CUDA, and from pinned memory; then times and bytes of versions that the product writes in place into a model of
+    transformers, from pageable memory. The logits must equal the logits of a model into which the version was copied.
     """
     card = card_of(report)
     size = card.size(1_192 << 20, 3 << 20)  # Qwen3-0.6B in bfloat16
@@ -52,7 +49,7 @@ def slab_copies(report: Report) -> None:
     if not card.dry:
         torch.cuda.cudart().cudaHostUnregister(registered.data_ptr())  # type: ignore[no-untyped-call]
     del target
-    _exchange(report, card)
+    _in_place(report, card)
 
 
 def _memfd(size: int) -> Tensor:
@@ -81,7 +78,7 @@ def _copied(card: Card, source: Tensor, target: Tensor, piece: int) -> dict[str,
     return max(copies, key=itemgetter("gb_s"))
 
 
-def _exchange(report: Report, card: Card) -> None:
+def _in_place(report: Report, card: Card) -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     shape: dict[str, Any] = card.size(
@@ -93,34 +90,62 @@ def _exchange(report: Report, card: Card) -> None:
     config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=4096)
     with torch.device(card.device):
         model, reference = (AutoModelForCausalLM.from_config(config, dtype=card.dtype).eval() for _ in range(2))
-    version = {
-        name: torch.randn_like(parameter).mul_(0.02).detach().cpu() for name, parameter in reference.named_parameters()
+    weights = InPlaceWeights(_Loadable(model))
+    version = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    off = 0.0
+    for share in (*SHARES, 1.0):
+        before = version
+        version = {
+            name: torch.where(torch.rand(tensor.shape) < share, torch.randn_like(tensor) * 0.02, tensor)
+            for name, tensor in version.items()
+        }
+        report.row(changed=share, **_swapped(card, weights, version))
+        off = max(off, _logits_off(card, model, reference, version))
+        weights.undo(partial(dict, before))
+        off = max(off, _logits_off(card, model, reference, before))
+        _swapped(card, weights, version)
+    report.check("in_place_logits_off", off, "", 0, "a model into which the version was copied, also after an undo")
+
+
+class _Loadable(torch.nn.Module):
+    """A model with a loader, as vLLM's models have."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def load_weights(self, tensors: Any) -> None:
+        """Load tensors by name."""
+        _load_named(self.inner, tensors)
+
+
+def _swapped(card: Card, weights: InPlaceWeights, version: dict[str, Tensor]) -> dict[str, float]:
+    """Stage and activate a version; return what it took."""
+    pieces, at = [], time.perf_counter()
+    for _ in weights.stage(version):
+        pieces.append(time.perf_counter() - at)
+        at = time.perf_counter()
+    pieces.append(time.perf_counter() - at)
+    card.wait()
+    found, began = weights.staged_bytes, time.perf_counter()
+    weights.activate()
+    return {
+        "pieces": len(pieces),
+        "staged_ms": 1000 * sum(pieces),
+        "longest_piece_ms": 1000 * max(pieces),
+        "written_bytes": found.written,
+        "from_host_bytes": found.left,
+        "activate_ms": 1000 * (time.perf_counter() - began),
     }
+
+
+@torch.no_grad()
+def _logits_off(card: Card, model: Any, reference: Any, version: dict[str, Tensor]) -> float:
+    """Return how far the model's logits are from those of a model into which the version is copied."""
     tokens = torch.arange(64, device=card.device)[None]
-    with torch.no_grad():
-        _load_named(reference, version.items())
-        right = reference(input_ids=tokens, use_cache=False).logits
-        spare: Any = spare_weights.make_spare(model)
-        spare.load_weights = partial(_load_named, spare)
-        pieces, stream = [], card.stream()
-        card.wait()
-        with card.on(stream):
-            at = time.perf_counter()
-            for _ in spare_weights.write_version(spare, version):
-                pieces.append(time.perf_counter() - at)
-                at = time.perf_counter()
-        card.wait()
-        began = time.perf_counter()
-        spare_weights.exchange_parameters(model, spare)
-        exchanged = time.perf_counter() - began
-        off = (model(input_ids=tokens, use_cache=False).logits - right).abs().max().item()
-    report.row(
-        spare_pieces=len(pieces),
-        written_ms=1000 * sum(pieces),
-        longest_piece_ms=1000 * max(pieces),
-        exchange_ms=1000 * exchanged,
-    )
-    report.check("exchanged_logits_off", off, "", 0, "a model into which the version was copied")
+    _load_named(reference, version.items())
+    right = reference(input_ids=tokens, use_cache=False).logits
+    return float((model(input_ids=tokens, use_cache=False).logits - right).abs().max())
 
 
 def _load_named(model: Any, tensors: Any) -> None:
