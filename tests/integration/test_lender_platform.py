@@ -1,7 +1,8 @@
 """A server on a GPU that lends or is observed keeps each name of torch and vLLM.
 
 vLLM's modules for CPUs replace `torch.cuda.Event` and other names when they are imported. So the lender's attach path
-runs here in a fresh process whose platform claims to be CUDA, and every name is compared before and after.
+runs here in a fresh process whose platform is CUDA (`tests.support.fake_cuda`), and every name is compared before and
+after. With `untried_devices` the process also builds a guest, until vLLM asks for a GPU.
 """
 
 import json
@@ -11,30 +12,39 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lender_server_fixtures import MODEL
+
 MODES: dict[str, dict[str, object]] = {
     "strict": {},
     "slo": {"promise": {"dial": 1.0}},
     "observe": {"observe": True},
+    "untried": {"untried_devices": True, "max_model_len": 128},
 }
 
-ATTACH = """
-import functools, json, logging, multiprocessing, os, queue, random, sys, types
+HEARD = {"observe": "observation_enabled", "untried": "lending_enabled"}
+"""Part of the log line by mode; the other modes are refused."""
 
-import numpy, torch
+ATTACH = """
+import functools, json, logging, multiprocessing, queue, sys, types
+
 import vllm.platforms
-from vllm.platforms.interface import Platform, PlatformEnum
+import vllm.plugins
+from vllm.config.logging import LoggingConfig
+from vllm.ir.op import IrOp
+from vllm.logger import configure_logging
 from vllm.v1.engine.core import EngineCoreProc
 import vllm.v1.core.sched.scheduler
 import vllm.v1.worker.gpu.buffer_utils  # the modules whose names vLLM's modules for CPUs replace
 import vllm.v1.worker.gpu_worker
 
+from tests.support.fake_cuda import cuda_platform, fake_cuda
+from tests.support.process_names import changed_names, changed_states, library_names, process_states
 
-class Cuda(Platform):
-    _enum = PlatformEnum.CUDA
-    device_name = device_type = "cuda"
+vllm.platforms._current_platform = cuda_platform()  # only now: a build for CPUs cannot import vLLM's worker otherwise
 
-
-vllm.platforms._current_platform = Cuda()  # only now: a build for CPUs cannot import vLLM's worker for GPUs otherwise
+vllm.plugins.load_general_plugins()  # what a server has done by then
+configure_logging(LoggingConfig(log_level="DEBUG"))
+IrOp.registry["rms_norm"].set_default(["native"])
 
 configuration = sys.argv[1]
 multiprocessing.current_process().name = "EngineCore"
@@ -55,13 +65,17 @@ core.vllm_config = types.SimpleNamespace(
     scheduler_config=types.SimpleNamespace(async_scheduling=True), speculative_config=None, kv_transfer_config=None,
     ec_transfer_config=None, weight_transfer_config=None, lora_config=None, use_v2_model_runner=True,
 )
-pool = types.SimpleNamespace(get_num_free_blocks=lambda: 1)
+pool = types.SimpleNamespace(get_num_free_blocks=lambda: 1, num_gpu_blocks=2, cached_block_hash_to_block={})
+pool.reset_prefix_cache = None
+manager = types.SimpleNamespace(block_pool=pool, record_prefix_cache_stats=None)
+cache = types.SimpleNamespace(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=["one"], kv_cache_layout=None)
 core.scheduler = types.SimpleNamespace(
-    kv_cache_config=types.SimpleNamespace(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=["one"]),
-    kv_cache_manager=types.SimpleNamespace(block_pool=pool), has_requests=lambda: False,
-    get_request_counts=lambda: (0, 0),
+    kv_cache_config=cache, kv_cache_manager=manager, has_requests=lambda: False, get_request_counts=lambda: (0, 0),
+    max_num_scheduled_tokens=64, running=[], waiting=[], schedule=lambda: None,
 )
 core.input_queue = queue.Queue()
+core.batch_queue, core.model_executor = queue.Queue(), None
+core.is_running, core.has_work = lambda: True, lambda: False
 core._process_input_queue = lambda: None
 core._process_engine_step = lambda: False
 heard = []
@@ -70,58 +84,103 @@ handler.emit = lambda record: heard.append(logging.Formatter().format(record))
 logging.getLogger("vllm.rose").addHandler(handler)
 logging.getLogger("vllm.rose").setLevel(logging.INFO)
 
-COMPARED = ("torch", "vllm", "numpy", "triton", "random", "os", "signal")
-
-
-def names():
-    modules = {name: each for name, each in sys.modules.items() if name.partition(".")[0] in COMPARED}
-    places = {**modules, "torch.Tensor": torch.Tensor, "EngineCoreProc": EngineCoreProc}
-    return {
-        (place, name): value
-        for place, owner in places.items() if owner is not None
-        for name, value in vars(owner).items() if not isinstance(value, types.ModuleType)
-    }
-
-
-def states():
-    return {
-        "environment": dict(os.environ), "torch": torch.get_rng_state().tolist(), "random": random.getstate(),
-        "numpy": [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()],
-        "threads": torch.get_num_threads(), "dtype": str(torch.get_default_dtype()),
-    }
-
-
 from rose.workers.lender.vllm.attach import register_lender
 
+
+def build_guest():
+    from pathlib import Path
+    from rose.workers.executor.step_cost import INITIAL_COST, StepCost
+    from rose.workers.lender.config import read_config
+    from rose.workers.lender.vllm.guest_build import GuestBuild
+    from rose.workers.lender.vllm.guest_device import guest_device
+    from rose.workers.lender.vllm.kv_sharing import ServingMemory
+
+    config = read_config(Path(configuration))
+    cost, log = StepCost(**INITIAL_COST), logging.getLogger()
+    build = GuestBuild(config, ServingMemory(core), cost, lambda: None, None, guest_device(), log)
+    try:
+        while build.resume(0.1) is None:
+            assert not changed_states(state)
+    except Exception as error:
+        return str(error)
+
+
 register_lender(configuration)
-before, state, loaded = names(), states(), set(sys.modules)
-core.run_busy_loop()
-if core._process_input_queue.__name__ == "take_input":  # it is observed
-    core._process_input_queue()
-    core._process_engine_step()
-after = names()
+with fake_cuda() as cuda:
+    before, state, loaded = library_names(), process_states(), set(sys.modules)
+    wrapped = {name: value for name, value in vars(EngineCoreProc).items()}
+    core.run_busy_loop()
+    if core._process_input_queue.__name__ == "take_input":  # the lender is attached
+        core._process_input_queue()
+        core._process_engine_step()
+    error = build_guest() if sys.argv[2] == "untried" else ""
+    print(json.dumps({
+        "changed": changed_names(before), "states": changed_states(state), "error": error,
+        "wrapped": [name for name, value in vars(EngineCoreProc).items() if wrapped.get(name) is not value],
+        "imported": sorted(name for name in set(sys.modules) - loaded if name.startswith(("torch", "vllm", "triton"))),
+        "served": served == [core], "heard": heard, "given_back": cuda.given_back,
+    }))
+"""
+
+ARGUMENTS = """
+import json, sys
+from pathlib import Path
+
+import vllm.platforms
+from vllm.engine.arg_utils import EngineArgs
+
+from rose.workers.executor.vllm.engine_core import InProcessBackend, _arguments
+from rose.workers.executor.vllm.types import EngineConfig
+from tests.support.fake_cuda import cuda_platform, fake_cuda
+
+vllm.platforms._current_platform = cuda_platform()
+
+from rose.workers.lender.vllm.guest_device import guest_device
+
+with fake_cuda():
+    settings = EngineConfig(model_folder=Path(sys.argv[1]), vllm_arguments=guest_device().engine_arguments)
+config = EngineArgs(**_arguments(settings, InProcessBackend())).create_engine_config()
 print(json.dumps({
-    "changed": sorted(".".join(key) for key, value in before.items() if after.get(key, None) is not value),
-    "states": [name for name, value in states().items() if value != state[name]],
-    "imported": sorted(name for name in set(sys.modules) - loaded if name.startswith(("torch", "vllm", "triton"))),
-    "served": served == [core], "heard": heard,
+    "mode": config.compilation_config.mode.name, "graphs": config.compilation_config.cudagraph_mode.name,
+    "warm-up": config.kernel_config.enable_jit_warmup, "tuner": config.kernel_config.enable_flashinfer_autotune,
+    "share": config.cache_config.gpu_memory_utilization, "ahead": config.scheduler_config.async_scheduling,
+    "worker": config.parallel_config.worker_cls,
 }))
 """
+
+
+@pytest.mark.slow
+def test_guest_on_a_gpu_is_eager_warms_up_and_needs_no_free_share_of_the_gpu() -> None:
+    ran = subprocess.run([sys.executable, "-c", ARGUMENTS, str(MODEL)], capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == {
+        "mode": "NONE",
+        "graphs": "NONE",
+        "warm-up": True,
+        "tuner": False,
+        "share": 0.001,
+        "ahead": False,
+        "worker": "vllm.v1.worker.gpu_worker.Worker",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_cuda_server_keeps_every_module_attribute(mode: str, tmp_path: Path) -> None:
     configuration = tmp_path / "lend.json"
-    settings: dict[str, object] = {"model_folder": "/nowhere", "socket": str(tmp_path / "socket"), **MODES[mode]}
+    settings: dict[str, object] = {"model_folder": str(MODEL), "socket": str(tmp_path / "socket"), **MODES[mode]}
     configuration.write_text(json.dumps(settings))
     ran = subprocess.run(
-        [sys.executable, "-c", ATTACH, str(configuration)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", ATTACH, str(configuration), mode], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout.splitlines()[-1])
-    assert report["changed"] == report["states"] == report["imported"] == []
+    assert report["changed"] == report["states"] == report["wrapped"] == []
+    if mode == "untried":
+        assert not any("cpu_worker" in name or "worker.cpu" in name for name in report["imported"])
+        assert "devices" in report["error"] and report["given_back"] == [True]
+    else:
+        assert report["imported"] == []
     assert report["served"]
     [sentence] = report["heard"]
-    expected = "observation_enabled" if mode == "observe" else "beside a device that is not a CPU"
-    assert expected in sentence
+    assert HEARD.get(mode, "beside a device that is not a CPU") in sentence

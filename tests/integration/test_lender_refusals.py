@@ -21,7 +21,8 @@ def in_the_process_of_an_engine_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current_process(), "name", LONE_CORE_NAME)
 
 
-def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
+def tried_core() -> Any:
+    """Return an engine core beside which a guest was tried."""
     parallel = SimpleNamespace(
         world_size=1,
         tensor_parallel_size=1,
@@ -53,6 +54,13 @@ def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
     core: Any = object.__new__(EngineCoreProc)
     core.vllm_config = config
     core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
+    return core
+
+
+def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
+    core = tried_core()
+    config = core.vllm_config
+    parallel, model = config.parallel_config, config.model_config
     assert guest_error(core, strict=False) is None
     for place, name, value, message in [
         (current_process(), "name", "EngineCore_DP0", "data parallelism"),
@@ -115,3 +123,21 @@ def test_missing_vllm_internal_is_named(part: compatibility.RequiredInternal, mo
 def test_unsupported_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "__version_tuple__", (0, 33, 0))
     assert "0.33" in str(compatibility.version_error())
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_guest_beside_a_server_on_a_gpu_needs_the_setting_for_untried_devices(
+    monkeypatch: pytest.MonkeyPatch, executor: str, *, allowed: bool
+) -> None:
+    core = tried_core()
+    core.vllm_config.use_v2_model_runner = True
+    core.vllm_config.parallel_config.distributed_executor_backend = executor
+    monkeypatch.setattr(compatibility, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True))
+    error = guest_error(core, strict=True, untried_devices=allowed)
+    if allowed and executor == "uni":
+        assert error is None
+    else:
+        assert ("in another process" if allowed else "a device that is not a CPU") in str(error)
+    monkeypatch.setattr(compatibility, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False))
+    assert "a device that is not a CPU" in str(guest_error(core, strict=True, untried_devices=allowed))

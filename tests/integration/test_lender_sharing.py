@@ -21,6 +21,7 @@ from rose.workers.executor.vllm.engine_core import in_process_worker
 from rose.workers.executor.vllm.types import EngineConfig, FinishedTurn
 from rose.workers.lender.config import LendConfig, MemoryConfig
 from rose.workers.lender.vllm.guest_build import build_guest
+from rose.workers.lender.vllm.guest_device import GuestDevice
 from rose.workers.lender.vllm.host_process import globals_for_build
 from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory
 from rose.workers.lender.vllm.shared_cache import CacheView
@@ -163,7 +164,7 @@ def guest_of(memory: ServingMemory, config: LendConfig, *, shares: bool = True) 
     swap = globals_for_build()
     swap.set(gpu_model_runner, "allocate_kv_cache", view.allocate)
     with swap.as_guest_build():
-        guest, pool, shared = build_guest(config, memory.layout, view, logging.getLogger())
+        guest, pool, shared = build_guest(config, memory.layout, view, GuestDevice(), logging.getLogger())
     assert shared is shares
     return guest, pool
 

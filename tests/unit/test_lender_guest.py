@@ -33,6 +33,7 @@ from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm import guest_build
 from rose.workers.lender.vllm.guest import FREE_SECONDS, Guest
 from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
+from rose.workers.lender.vllm.guest_device import GuestDevice
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
 
@@ -132,7 +133,7 @@ class Fixture:
         parts: tuple[Any, Any, Any, Any] = (
             ScriptedEngine(),
             ScriptedSharing(),
-            SimpleNamespace(as_guest=nullcontext, as_host=nullcontext),
+            SimpleNamespace(as_guest=nullcontext, as_host=nullcontext, close=lambda: None),
             SimpleNamespace(close=lambda: None, step=lambda *_: None, done=False, needs_memory=lambda _: False),
         )
         self.engine, self.sharing = parts[:2]
@@ -261,7 +262,7 @@ def test_failed_build_releases_all_ranks(monkeypatch: pytest.MonkeyPatch, fails:
     commands: list[str] = []
     ranks: Any = SimpleNamespace(size=2, call=commands.append)
     with pytest.raises(MemoryError):
-        guest_build.build_guest(CONFIG, None, ranks, LOG)
+        guest_build.build_guest(CONFIG, None, ranks, GuestDevice(), LOG)
     assert commands == ["release"]
 
 
@@ -276,7 +277,7 @@ def test_engine_whose_memory_cannot_be_shared_is_closed(monkeypatch: pytest.Monk
     engine = ScriptedEngine()
     monkeypatch.setattr(guest_build, "build_guest", lambda *_: (engine, None, True))
     monkeypatch.setattr(guest_build, "KvSharing", share)
-    build = GuestBuild(CONFIG, SERVING, StepCost(**INITIAL_COST), lambda: None, None, LOG)
+    build = GuestBuild(CONFIG, SERVING, StepCost(**INITIAL_COST), lambda: None, None, GuestDevice(), LOG)
     built: list[BuiltGuest] = []
 
     def resumed() -> bool:
@@ -496,5 +497,5 @@ def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, mo
     place: Any = NoRoom(fails_at)
     monkeypatch.setattr(guest_build, "GuestBackend", lambda *_: place)
     with pytest.raises(MemoryError, match=fails_at):
-        guest_build.build_guest(LendConfig(model_folder=str(MODEL), socket=""), None, None, LOG)
+        guest_build.build_guest(LendConfig(model_folder=str(MODEL), socket=""), None, None, GuestDevice(), LOG)
     assert not place.holds

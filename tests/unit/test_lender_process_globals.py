@@ -2,6 +2,9 @@
 
 import os
 import random
+import sys
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +13,14 @@ import numpy as np
 import pytest
 import torch
 from vllm.distributed import parallel_state
+from vllm.engine import arg_utils
 from vllm.forward_context import is_forward_context_available, override_forward_context
-from vllm.utils import system_utils
+from vllm.ir import op as ir_op
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.offloader import base as offloader
+from vllm.triton_utils import dispatcher
+from vllm.utils import jit_monitor, system_utils
+from vllm.v1.worker import gpu_worker, workspace
 
 from rose.workers.lender.vllm import host_process
 from rose.workers.lender.vllm.host_process import GlobalsSwap, globals_for_build
@@ -152,3 +161,93 @@ def test_guest_does_not_rebind_the_memory_of_its_host_process(
         torch.ops._C.init_cpu_memory_env([0])
     assert "NUMA" not in capfd.readouterr().err
     assert isinstance(torch.ops._C.init_cpu_memory_env, torch._ops.OpOverloadPacket)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (torch.cuda, "empty_cache"),
+        (torch.accelerator, "empty_cache"),
+        (torch._C, "_accelerator_setAllocatorSettings"),
+        (arg_utils, "configure_logging_if_needed"),
+        (gpu_worker, "report_usage_stats"),
+        (jit_monitor, "_handle_jit_event"),
+        (dispatcher, "register_kernels"),
+    ],
+)
+def test_guest_does_not_act_on_the_whole_process(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(module, name, lambda *arguments, **_: calls.append(arguments))
+    monkeypatch.setattr(dispatcher, "_registry", {"a kernel": "of serving"})
+    globals_swap = globals_for_build()
+    with globals_swap.as_guest_build():
+        getattr(module, name)("guest")
+    with globals_swap.as_guest():
+        getattr(module, name)("guest")
+        with globals_swap.as_host():
+            getattr(module, name)("serving")
+    assert calls == [("serving",)]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (offloader, "_instance"),
+        (ir_op, "_ENABLE_TORCH_WRAP"),
+        (ir_op.IrOp.registry["rms_norm"], "_priority_impls"),
+        (workspace, "_manager"),
+    ],
+)
+def test_guest_has_own_values_that_vllm_sets_for_the_process(module: Any, name: str) -> None:
+    serving, globals_swap = getattr(module, name), globals_for_build()
+    guest: Any = object()
+    with globals_swap.as_guest_build():
+        setattr(module, name, guest)
+    assert getattr(module, name) is serving
+    with globals_swap.as_guest():
+        assert getattr(module, name) is guest
+        with globals_swap.as_host():
+            assert getattr(module, name) is serving
+    assert getattr(module, name) is serving
+
+
+def test_rotary_embeddings_of_a_guest_end_with_it_and_those_of_serving_are_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {"serving": 1})
+    globals_swap = globals_for_build()
+    with globals_swap.as_guest_build():
+        assert rotary_embedding._ROPE_DICT == {"serving": 1}
+        rotary_embedding._ROPE_DICT["guest"] = 2
+    assert rotary_embedding._ROPE_DICT == {"serving": 1}
+
+
+def test_guest_makes_its_own_buffers_of_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a guest is built, its kernels may run beside those of serving, in the same buffer otherwise."""
+    name, buffer = host_process.WORKSPACES[0]
+    module: Any = SimpleNamespace(**{buffer: "serving's"})
+    monkeypatch.setitem(sys.modules, name, module)
+    globals_swap = globals_for_build()
+    with globals_swap.as_guest_build():
+        assert getattr(module, buffer) is None
+        setattr(module, buffer, "the guest's")
+    assert getattr(module, buffer) == "serving's"
+    with globals_swap.as_guest():
+        assert getattr(module, buffer) == "the guest's"
+
+
+def test_closed_exchange_holds_no_value_of_its_guest() -> None:
+    """vLLM's workspace manager holds the worker, and the worker the model."""
+
+    class Worker:
+        def pool(self) -> Any:
+            return nullcontext()
+
+    worker, globals_swap = Worker(), globals_for_build()
+    with globals_swap.as_guest_build():
+        workspace._manager = workspace.WorkspaceManager(torch.device("cpu"), 1, 1, alloc_context=worker.pool)
+    held = weakref.ref(worker)
+    del worker
+    assert held() is not None
+    globals_swap.close()
+    assert held() is None

@@ -43,6 +43,9 @@ class LenderConfig:
     """The KV memory that is left free, and for how long a cut lasts."""
     needs_grant: bool = False
     """Whether a server without a grant lends nothing; otherwise it lends everything until there is a grant."""
+    untried_devices: bool = False
+    """Whether a server on a CUDA GPU may lend, which was never tried. An error of a guest's kernel ends the server, and
+    the guest's memory comes on top of `--gpu-memory-utilization`. Only for tests without users."""
 
     def __post_init__(self) -> None:
         check_bounds(self, {"hang_seconds": (0.1, YEAR_SECONDS)})
@@ -114,6 +117,8 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pulse: str = ""
     """Path of the status page that is shared with the watchdog (`rose.workers.lender.watchdog`); empty: no
     watchdog."""
+    untried_devices: bool = False
+    """Whether a guest may run on a CUDA GPU, where none was tried."""
     observe: bool = False
     """Whether the server is only observed: there is no guest, and what could be lent is measured."""
 

@@ -101,6 +101,7 @@ def _lend_config(plan: LendingPlan, folder: Path) -> LendConfig:
         step_tokens=config.step_tokens,
         promise=plan.lender.promise,
         memory=plan.lender.memory,
+        untried_devices=plan.lender.untried_devices,
         heartbeat_seconds=config.heartbeat_seconds,
         pulse=str(folder / "pulse"),
         observe=plan.settings is None,

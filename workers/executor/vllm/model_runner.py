@@ -63,9 +63,7 @@ def release_runner(runner: Any) -> None:
     for layer in layers.values():
         layer.kv_cache = None
     layers.clear()
-    runner.kv_caches.clear()
-    runner.attn_groups.clear()
-    runner.model = None
+    vars(runner).clear()  # whatever still holds the runner: a worker, a function that was patched, a workspace
 
 
 def _patch_cpu_runner(runner: Any) -> None:

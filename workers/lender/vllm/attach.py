@@ -3,7 +3,7 @@
 Keeps true
 - Serving's outputs are sent before a guest piece, and the guest computes only if admission allows it. A request that
   arrives waits for at most one bounded guest piece. If the guest's model is in this process, the request waits at most
-  for one layer of the guest's step, its logits or its sampling.
+  for one layer of the guest's step (on a GPU for two), its logits or its sampling.
 - The loop never spins: if neither serving nor the guest has work, it sleeps where vLLM sleeps.
 - A server that is not supported is not changed, and the log says why. The check comes before the import of any part of
   vLLM that the server has not imported itself.
@@ -88,7 +88,10 @@ def _check(core: Any, config: LendConfig) -> None:
         version_error,
     )
 
-    if reason := version_error() or (not config.observe and guest_error(core, strict=not config.promise.dial)):
+    reason = version_error()
+    if not config.observe:
+        reason = reason or guest_error(core, strict=not config.promise.dial, untried_devices=config.untried_devices)
+    if reason:
         raise UsageError(reason)
     if is_one_of_several(core):
         raise UsageError("no server was observed that has several engine cores (data parallelism)")

@@ -34,12 +34,19 @@ def is_one_of_several(core: EngineCoreProc) -> bool:
     return type(core) is not EngineCoreProc or current_process().name != LONE_CORE_NAME
 
 
-def guest_error(core: Any, *, strict: bool) -> str | None:
-    """Return why the server of this engine core cannot have a guest; None if it can. `strict`: the policy."""
+def guest_error(core: Any, *, strict: bool, untried_devices: bool = False) -> str | None:
+    """Return why the server of this engine core cannot have a guest; None if it can.
+
+    `strict`: the policy. `untried_devices`: whether the device may be a CUDA GPU.
+    """
     config = core.vllm_config
     parallel, model = config.parallel_config, config.model_config
+    gpu = not current_platform.is_cpu()
     untried = {
-        "a device that is not a CPU": not current_platform.is_cpu(),
+        "a device that is not a CPU": gpu and not (untried_devices and current_platform.is_cuda()),
+        "a model on a GPU in another process (lender.untried_devices allows one rank and the executor uni)": (
+            gpu and untried_devices and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni")
+        ),
         "data parallelism": is_one_of_several(core),
         "pipeline or context parallelism": (
             parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1
@@ -49,7 +56,7 @@ def guest_error(core: Any, *, strict: bool) -> str | None:
         f"the executor {parallel.distributed_executor_backend}": (
             parallel.distributed_executor_backend not in ("uni", "mp")
         ),
-        "vLLM's second model runner": config.use_v2_model_runner,
+        "vLLM's second model runner": config.use_v2_model_runner and not (gpu and untried_devices),
         "async scheduling with a dial above 0, because the times of overlapping steps are not known "
         "(--no-async-scheduling turns it off)": config.scheduler_config.async_scheduling and not strict,
         "speculative decoding": config.speculative_config is not None,
@@ -102,14 +109,32 @@ vllm.distributed.parallel_state
     c51952127d9f5095 guest   GroupCoordinator.destroy: a rank that failed leaves the group
     -                guest   _TP: exchanged between host and guest, if serving has a group
     -                guest   suppress_stdout: replaced for a guest, because it silences the whole process
+vllm.engine.arg_utils
+    -                guest   configure_logging_if_needed: replaced, because it would reset the log of the server
 vllm.forward_context
     96a30187fd05b912 guest   override_forward_context: unset while a guest step is paused
+vllm.ir.op
+    -                guest   _ENABLE_TORCH_WRAP: exchanged between host and guest
+    -                guest   IrOp.registry: has each operator; what an operator calls is exchanged
+    c8e749dab38d4c52 guest   IrOp.set_default: sets what an operator calls
+vllm.model_executor.layers.rotary_embedding
+    -                guest   _ROPE_DICT: exchanged between host and guest
 vllm.model_executor.layers.utils
     -                guest   dispatch_cpu_unquantized_gemm: wrapped while a guest is built
+vllm.model_executor.offloader.base
+    -                guest   _instance: exchanged between host and guest
 vllm.triton_utils.dispatcher
     -                guest   sys: replaced while a guest is built
+    -                guest   _registry: has the kernels that serving has registered
+    -                guest   register_kernels: replaces kernels of serving by wrappers of them
 vllm.utils.gc_utils
     68b68a7e135fe7f6 guest   freeze_gc_heap: not called for a guest
+vllm.utils.jit_monitor
+    6b09ab0af448af7e guest   _handle_jit_event: replaced for a guest, whose kernels are compiled while it is built
+vllm.utils.torch_utils
+    8e7fa6f927864cfa guest   _patched_set_stream: records the stream of a thread
+    3f3ff9cd84b6af66 guest   current_stream: reads the record, which is None before a stream is set
+    -                guest   _current_stream_tls: the record is put back when serving's thread goes back to serving
 vllm.v1.core.block_pool
     ab54592edae48a7c guest   BlockPool.get_new_blocks: withholds blocks of serving
     f12f94bc787cc15e guest   BlockPool.free_blocks: gives withheld blocks back
@@ -159,16 +184,28 @@ vllm.v1.kv_cache_interface
     -                guest   KVCacheTensor: says where the blocks of a cache are
 vllm.v1.worker.cpu_worker
     6a2c6b06d1a7f9d2 cpu     CPUWorker.__init__: binds memory, but not for a guest
+vllm.v1.worker.gpu.attn_utils
+    955e085944fa68e8 guest   init_kv_cache: makes the cache of a guest of the second model runner
+vllm.v1.worker.gpu.block_table
+    93b3f2aae948e7f8 guest   BlockTables.append_block_ids: writes to block 0 only while a guest is built
+    -                guest   BlockTables.redirect_writes_to_null_block: exchanged between host and guest
+vllm.v1.worker.gpu.warmup
+    ac83e86438da1a4e guest   _warmup_kernels: takes blocks that serving uses, unless writes are redirected
 vllm.v1.worker.gpu_model_runner
     81dd948e771ce8a5 guest   GPUModelRunner.initialize_kv_cache_tensors: makes the cache of a guest
     326599f31b273b94 cpu     GPUModelRunner._update_states: has the runner zero blocks before a step
 vllm.v1.worker.gpu_worker
     b8ecedb6d9f6c47b guest   init_worker_distributed_environment: leaves groups that exist as they are
     -                guest   freeze_gc_heap: replaced while a guest is built
+    -                guest   report_usage_stats: replaced while a guest is built
+    7bec4e41b49aad74 guest   Worker._scoped_allocator_max_split: sets the allocator by a name that is replaced
+    4cc9795229ca9497 guest   Worker.compile_or_warm_up_model: warms up kernels on the thread of the build
 vllm.v1.worker.utils
+    e004ea68b5e96869 guest   request_memory: needs a share of the GPU to be free
     b1f3e24311485a09 guest   allocate_kv_cache: replaced while a guest is built, which has a view of serving's cache
 vllm.v1.worker.worker_base
     f84f7abf9c0ead66 guest   WorkerWrapperBase.init_worker: makes a guest's worker
+    8666a1f994a23789 guest   WorkerBase.__init__: sets the operators of the process
 vllm.v1.worker.workspace
     -                guest   _manager: exchanged between host and guest
 """

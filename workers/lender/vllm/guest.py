@@ -34,6 +34,7 @@ from rose.workers.lender.guest_lifecycle import (
 from rose.workers.lender.sidecar_link import CurrentSidecar, SidecarListener
 from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm.guest_build import BuiltGuest, GuestBuild
+from rose.workers.lender.vllm.host_process import release_frames
 
 FREE_SECONDS = 0.5
 """How long a guest that is suspended waits for idle serving before it frees its memory regardless."""
@@ -175,12 +176,12 @@ class Guest:
         if guest is None:  # the thread is the host's
             yield
             return
-        began = time.perf_counter()
-        self._page.guest_left()
         with guest.globals.as_host():
+            began = time.perf_counter()
+            self._page.guest_left()
             yield
-        self._page.guest_entered()
-        guest.engine.suspended_seconds += time.perf_counter() - began
+            self._page.guest_entered()
+            guest.engine.suspended_seconds += time.perf_counter() - began
 
     def tick_mid_step(self, *, blocked: bool) -> bool:
         """Report while the guest's step is paused. Return whether the step may stay paused.
@@ -355,6 +356,7 @@ class Guest:
         self._log.error("rose: guest_dropped retry_seconds=%.0f reason=%s", wait, reason)
         with suppress(Exception):  # the link may be broken
             self._sidecar.report_lost(EngineLost(reason, wait), then_close=isinstance(self._loop, SuspendedEngine))
+        release_frames(error)
         if guest is not None:
             with suppress(Exception):  # the release of a broken engine may fail
                 guest.close()

@@ -1,8 +1,11 @@
 """The build of a guest: its engine, the pool of its KV memory, and its first steps.
 
-Keeps true: a build that fails leaves nothing in memory, on any rank.
+Keeps true
+- A build that fails, and a guest that ends, leave nothing in memory, on any rank.
+- A build writes to no KV block but the null block, also where vLLM warms up its kernels.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ from logging import Logger
 from pathlib import Path
 
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import attn_utils
 
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import NextWork, WorkKind
@@ -19,7 +23,13 @@ from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.engine_core import ModelBackend
 from rose.workers.executor.vllm.types import EngineConfig, EngineStartError
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.vllm.host_process import GlobalsSwap, TimeSlicedCall, globals_for_build
+from rose.workers.lender.vllm.guest_device import GuestDevice
+from rose.workers.lender.vllm.host_process import (
+    WRITES_TO_NULL_BLOCK,
+    GlobalsSwap,
+    TimeSlicedCall,
+    globals_for_build,
+)
 from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory, guest_pool
 from rose.workers.lender.vllm.shared_cache import CacheLayout, CacheView, GuestBackend, SharedCacheBackend
 from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
@@ -122,8 +132,16 @@ class BuiltGuest:
         try:
             self.sharing.close()
         finally:
-            with self.globals.as_guest():
-                self.engine.close()
+            _close_engine(self.engine, self.globals)
+
+
+def _close_engine(engine: Engine, globals_swap: GlobalsSwap) -> None:
+    """Free the memory of an engine, and all that its process-wide values hold."""
+    try:
+        with globals_swap.as_guest():
+            engine.close()
+    finally:
+        globals_swap.close()
 
 
 class GuestBuild:
@@ -136,12 +154,14 @@ class GuestBuild:
         cost: StepCost,
         layer_hook: Callable[[], None],
         driver: TpDriver | None,
+        device: GuestDevice,
         log: Logger,
     ) -> None:
         """Begin to build a guest.
 
         `cost` observes the first steps. `layer_hook` is called between two layers of the guest's steps, if the model is
-        in this process. `driver` calls serving's workers; None if serving has one rank.
+        in this process. `driver` calls serving's workers; None if serving has one rank. `device`: the guest's part of
+        the device.
         """
         self.is_running = True
         """Whether the thread still builds: it cannot be ended."""
@@ -152,12 +172,14 @@ class GuestBuild:
         self._driver = driver
         self._log = log
         self._began = time.monotonic()
-        self._globals = globals_for_build()
+        self._globals = globals_for_build(device)
+        self._globals.set(*WRITES_TO_NULL_BLOCK, True)
         view = None if serving.runner is None else CacheView(serving.runner)
         if view is not None:
-            self._globals.set(gpu_model_runner, "allocate_kv_cache", view.allocate)
-        build = partial(build_guest, config, serving.layout, driver or view, log)
-        self._call = TimeSlicedCall(build, "rose-guest-build")
+            for module in (gpu_model_runner, attn_utils):
+                self._globals.set(module, "allocate_kv_cache", view.allocate)
+        build = partial(build_guest, config, serving.layout, driver or view, device, log)
+        self._call = TimeSlicedCall(build, "rose-guest-build", device)
 
     def resume(self, seconds: float) -> BuiltGuest | None:
         """Build for `seconds`. Return the guest when it is built. Raises what the build raised."""
@@ -168,13 +190,18 @@ class GuestBuild:
             if not self._call.resume(seconds):
                 return None
         self.is_running = False
-        engine, pool, shared = self._call.result()
+        self._globals.set(*WRITES_TO_NULL_BLOCK, False)
         try:
-            engine.set_layer_hook(self._layer_hook)
+            engine, pool, shared = self._call.result()
+        except Exception:
+            gc.collect()  # a model is a cycle, and no engine has closed it
+            self._globals.close()
+            raise
+        try:
+            engine.set_layer_hook(partial(_before_layer, self._globals.device, self._layer_hook))
             sharing = KvSharing(self._serving, engine, pool, self._config, shared=shared)
         except Exception:
-            with self._globals.as_guest():
-                engine.close()
+            _close_engine(engine, self._globals)
             raise
         pieces, longest_seconds = (0, 0.0) if self._driver is None else self._driver.take_timings()
         self._log.info(
@@ -188,8 +215,16 @@ class GuestBuild:
         return BuiltGuest(engine, sharing, self._globals, StepProfile(engine, self._cost))
 
 
-def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Engine:
-    """Build the guest's engine with its spare weights. Takes seconds. Raises FolderError or EngineStartError."""
+def _before_layer(device: GuestDevice, layer_hook: Callable[[], None]) -> None:
+    device.before_layer()
+    layer_hook()
+
+
+def build_engine(config: LendConfig, backend: ModelBackend | None = None, device: GuestDevice | None = None) -> Engine:
+    """Build the guest's engine with its spare weights. Takes seconds. Raises FolderError or EngineStartError.
+
+    `device`: None is a CPU.
+    """
     engine = Engine(
         EngineConfig(
             model_folder=Path(config.model_folder),
@@ -198,7 +233,8 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Eng
             max_running=config.max_turns,
             kv_cache_bytes=config.kv_cache_bytes,
             step_tokens=config.step_tokens,
-            vllm_arguments={"enforce_eager": True},  # compilation and capture would hold up serving for seconds
+            # compilation and the capture of CUDA graphs would hold up serving for seconds
+            vllm_arguments=(device or GuestDevice()).engine_arguments,
         ),
         backend,
     )
@@ -207,7 +243,11 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None) -> Eng
 
 
 def build_guest(
-    config: LendConfig, layout: CacheLayout | None, place: TpDriver | CacheView | None, log: Logger
+    config: LendConfig,
+    layout: CacheLayout | None,
+    place: TpDriver | CacheView | None,
+    device: GuestDevice,
+    log: Logger,
 ) -> tuple[Engine, KvPool, bool]:
     """Build the guest's engine and its KV pool. Return both, and whether the guest has a view of serving's cache.
 
@@ -218,7 +258,7 @@ def build_guest(
         GuestBackend(layout, place) if place is None or isinstance(place, CacheView) else TpBackend(layout, place, log)
     )
     try:
-        engine = build_engine(config, backend)
+        engine = build_engine(config, backend, device)
         _check_longest_turn(engine, config.kv_cache_bytes)
         reason = None if backend.executor is None else backend.executor.own_cache_reason
         if reason is not None:

@@ -11,6 +11,7 @@ Keeps true
   of the host.
 - The function is never halted while the standard library holds a lock and calls other code (an import, a log call): the
   caller would wait for the lock forever.
+- A guest that has ended is held by no value, and a build that has failed by no frame of its error.
 
 While a guest is built, vLLM seeds the process's random generators, sets its default dtype and current configuration,
 writes environment variables and swaps names in modules. A step draws from the generators and sets nothing else. The
@@ -26,29 +27,45 @@ import queue
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
 import vllm.config.vllm as vllm_config
 from vllm.distributed import parallel_state
+from vllm.engine import arg_utils
 from vllm.forward_context import override_forward_context
+from vllm.ir import op as ir_op
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.offloader import base as offloader
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
+from vllm.utils import jit_monitor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
+from vllm.v1.worker.gpu import attn_utils
+from vllm.v1.worker.gpu.block_table import BlockTables
+
+from rose.workers.lender.vllm.guest_device import GuestDevice
 
 MEMORY_BINDING = ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(torch.ops._C, "init_cpu_memory_env") else ()
 """The operator that binds the process's memory to its NUMA node, if vLLM runs on CPUs. Serving has bound the memory.
 The call waits for a kernel thread on each CPU, which can take minutes while serving's ranks spin."""
 
-SWAPPED_NAMES: tuple[tuple[ModuleType, str], ...] = (
+WRITES_TO_NULL_BLOCK = BlockTables, "redirect_writes_to_null_block"
+"""Whether vLLM's second model runner writes to block 0 only. Its warm-up would write to blocks that serving uses."""
+
+ALLOCATOR_SETTER = torch._C, "_accelerator_setAllocatorSettings"
+"""The function that sets the allocator of the process. vLLM limits the allocator's splits while a model loads."""
+
+SWAPPED_NAMES: tuple[tuple[object, str], ...] = (
     (vllm_config, "_current_vllm_config"),
     (vllm_config, "_current_prefix"),
     (workspace, "_manager"),
@@ -57,17 +74,38 @@ SWAPPED_NAMES: tuple[tuple[ModuleType, str], ...] = (
     (torch, "Event"),
     (torch, "set_num_threads"),
     (torch.cuda, "Stream"),
+    (torch.cuda, "empty_cache"),
     (torch.accelerator, "synchronize"),
     (torch.accelerator, "empty_cache"),
     (layer_utils, "dispatch_cpu_unquantized_gemm"),
     (dispatcher, "sys"),
+    (dispatcher, "register_kernels"),
     (core, "freeze_gc_heap"),
     (core, "init_none_hash"),
     (gpu_model_runner, "allocate_kv_cache"),
+    (attn_utils, "allocate_kv_cache"),
     (gpu_worker, "freeze_gc_heap"),
+    (gpu_worker, "report_usage_stats"),
+    (offloader, "_instance"),
+    (rotary_embedding, "_ROPE_DICT"),
+    (jit_monitor, "_handle_jit_event"),
+    (arg_utils, "configure_logging_if_needed"),
+    (ir_op, "_ENABLE_TORCH_WRAP"),
+    *((operator, "_priority_impls") for operator in ir_op.IrOp.registry.values()),
+    WRITES_TO_NULL_BLOCK,
+    ALLOCATOR_SETTER,
     *MEMORY_BINDING,
 )
-"""Names in modules that vLLM, or the build of a guest, sets to another value."""
+"""Names in modules, classes and operators that vLLM, or the build of a guest, sets to another value."""
+
+WORKSPACES = (
+    ("vllm.v1.attention.backends.flashinfer", "trtllm_workspace_buffer"),
+    ("vllm.v1.attention.backends.mla.flashinfer_mla", "_fi_workspace"),
+    ("vllm.v1.attention.backends.mla.flashinfer_mla", "_fi_multi_ctas_kv_counter"),
+    ("vllm.v1.attention.backends.mla.flashinfer_mla_sparse", "_fi_sparse_workspace"),
+)
+"""Buffers of FlashInfer's kernels, by module and name; a module is there only if serving uses FlashInfer. The guest
+makes buffers of its own: while it is built, its kernels may run beside those of serving."""
 
 TP_GROUP = parallel_state, "_TP"
 """The one of SWAPPED_NAMES that is exchanged only if serving's worker has joined its groups in this process. Otherwise
@@ -80,11 +118,16 @@ exchange of the states takes 0.1 ms, so a CPU exchanges them for a build only.""
 
 
 class GlobalsSwap:
-    """The guest's set of process-wide values, which start as the host's."""
+    """The guest's set of process-wide values, which start as the host's, and its part of the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: GuestDevice) -> None:
+        self.device = device
         self._exchanged = [name for name in SWAPPED_NAMES if name != TP_GROUP or parallel_state._TP is not None]
+        workspaces = [(sys.modules[module], name) for module, name in WORKSPACES if module in sys.modules]
+        self._exchanged += workspaces
         self._names = self._current_values()
+        for buffer in workspaces:
+            self.set(*buffer, None)
         self._generators = _generators()
         self._seed_sources = _seed_sources()
         self._build = _build_state()
@@ -95,7 +138,7 @@ class GlobalsSwap:
     def as_guest(self) -> Iterator[None]:
         """Set the guest's values during a guest step."""
         self._gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        with torch.compiler.set_stance("force_eager"):
+        with self.device.running(), torch.compiler.set_stance("force_eager"):
             self._exchange()
             try:
                 yield
@@ -108,6 +151,7 @@ class GlobalsSwap:
         inference, gradients = self._gradients
         stance = torch.compiler.set_stance("default")
         with (
+            self.device.paused(),
             stance,
             torch.inference_mode(inference),
             torch.set_grad_enabled(gradients),
@@ -131,7 +175,12 @@ class GlobalsSwap:
                 self._exchange()
                 self._exchange_build()
 
-    def set(self, module: ModuleType, name: str, value: Any) -> None:
+    def close(self) -> None:
+        """Let go of the values of a guest that has ended, and of its memory. The exchange cannot be used afterwards."""
+        self._names.clear()
+        self.device.release()
+
+    def set(self, module: object, name: str, value: Any) -> None:
         """Set the guest's value for one of SWAPPED_NAMES."""
         self._names[self._exchanged.index((module, name))] = value
 
@@ -164,25 +213,35 @@ class GlobalsSwap:
             self._seed_sources = _set_seed_sources(self._seed_sources)
 
 
-def globals_for_build() -> GlobalsSwap:
-    """Return the values for the build of a guest.
+def globals_for_build(device: GuestDevice | None = None) -> GlobalsSwap:
+    """Return the values for the build of a guest. `device`: None is a CPU.
 
-    The guest does not set thread counts, bind memory, freeze the garbage collector's heap, suppress output, or replace
-    the root of serving's block hashes.
+    The guest does not set thread counts, bind memory, freeze the garbage collector's heap, suppress output, replace the
+    root of serving's block hashes or its kernels, set the allocator or take its free memory, configure logging, report
+    its use, or log that a kernel was compiled. It shares the rotary embeddings that serving has.
     """
-    swap = GlobalsSwap()
+    swap = GlobalsSwap(device or GuestDevice())
     swap.set(torch, "set_num_threads", _no_op)
+    swap.set(torch.cuda, "empty_cache", _no_op)
+    swap.set(torch.accelerator, "empty_cache", _no_op)
+    swap.set(*ALLOCATOR_SETTER, _no_op)
+    swap.set(gpu_worker, "report_usage_stats", _no_op)
+    swap.set(jit_monitor, "_handle_jit_event", _no_op)
+    swap.set(arg_utils, "configure_logging_if_needed", _no_op)
+    swap.set(rotary_embedding, "_ROPE_DICT", dict(rotary_embedding._ROPE_DICT))
     swap.set(parallel_state, "suppress_stdout", nullcontext)
     for module, name in MEMORY_BINDING:
         swap.set(module, name, _no_op)
     swap.set(core, "freeze_gc_heap", _no_op)
     swap.set(gpu_worker, "freeze_gc_heap", _no_op)
+    if dispatcher._registry:  # otherwise the first guest registers the kernels for all later ones
+        swap.set(dispatcher, "register_kernels", _no_op)
     if hasattr(kv_cache_utils, "NONE_HASH"):
         swap.set(core, "init_none_hash", _no_op)
     return swap
 
 
-def _no_op(*_: object) -> None:
+def _no_op(*_: object, **__: object) -> None:
     """Do nothing, in place of a function that a guest may not call."""
 
 
@@ -216,6 +275,13 @@ def _set_seed_sources(states: tuple[Any, Any]) -> tuple[Any, Any]:
     random.setstate(states[0])
     np.random.set_state(states[1])
     return before
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Empty the frames of an error and of its causes, which may hold a guest's model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 Result = TypeVar("Result")
@@ -254,11 +320,13 @@ def yield_slice() -> None:
 class TimeSlicedCall(Generic[Result]):
     """One run of `function` in pieces."""
 
-    def __init__(self, function: Callable[[], Result], name: str) -> None:
+    def __init__(self, function: Callable[[], Result], name: str, device: GuestDevice | None = None) -> None:
+        """`device`: the device for which the function launches and allocates; None is a CPU."""
         self.slices = 0
         self.longest_seconds = 0.0
         """Longest time that a caller of `resume` has waited."""
         self._function = function
+        self._device = device or GuestDevice()
         self._deadline = 0.0
         self._go = threading.Semaphore(0)
         self._halted = threading.Semaphore(0)
@@ -308,13 +376,17 @@ class TimeSlicedCall(Generic[Result]):
     def _run(self) -> None:
         self._go.acquire()
         _current.pieces = self
-        sys.setprofile(self._trace_function())
         try:
-            self._made = self._function()
+            with self._device.building():
+                sys.setprofile(self._trace_function())
+                try:
+                    self._made = self._function()
+                finally:
+                    sys.setprofile(None)
         except Exception as error:  # noqa: BLE001  `result` raises it
+            release_frames(error)
             self._error = error.with_traceback(None)
         finally:
-            sys.setprofile(None)
             self._done.set()
             self._halted.release()
 
@@ -330,8 +402,9 @@ class TimeSlicedCall(Generic[Result]):
                 importing += change * (frame.f_code.co_filename == IMPORT)
             self._cannot_halt = importing > 0
             if not holding and perf_counter() >= self._deadline:
-                self._halted.release()
-                self._go.acquire()
+                with self._device.halted():
+                    self._halted.release()
+                    self._go.acquire()
             self._cannot_halt = importing > 0 or event == "c_call"
 
         return halt_if_due

@@ -2,8 +2,8 @@
 
 Keeps true
 - A request that arrives during a guest step in this process waits for one layer of the step, its logits or its
-  sampling. Between two of these the step is paused until admission would allow the rest of it, and serving steps run as
-  if there was no guest step.
+  sampling; on a GPU for two layers, one that computes and one in the queue (`guest_device`). Between two of these the
+  step is paused until admission would allow the rest of it, and serving steps run as if there was no guest step.
 - During the pause the guest's statuses go on, and serving gets the KV memory that it needs. If serving's memory needs
   an abort of a guest turn, a turn is to be aborted, or the guest is to be suspended, the pause ends, because none of
   these is possible within a step. The step then runs to its end without a further pause.
@@ -25,6 +25,7 @@ from rose.workers.lender.sidecar_link import SidecarListener
 from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm.guest import Guest
 from rose.workers.lender.vllm.guest_build import GuestBuild
+from rose.workers.lender.vllm.guest_device import guest_device
 from rose.workers.lender.vllm.kv_sharing import ServingMemory
 from rose.workers.lender.vllm.tp_driver import TpDriver
 
@@ -176,7 +177,7 @@ class StepInterleaver:
         self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
         self._view = ServingView(core, self._admission)
         cost, memory = self._admission.guest, ServingMemory(core)
-        start_build = partial(GuestBuild, config, memory, cost, self._yield_to_serving, driver, log)
+        start_build = partial(GuestBuild, config, memory, cost, self._yield_to_serving, driver, guest_device(), log)
         self._guest = Guest(config, listener, page, cost, self._serving_stats, log, start_build)
         self._log = log
         self._disabled = False
@@ -286,8 +287,9 @@ class StepInterleaver:
         self._measure(piece)
         if not self._view.has_unread:
             return
-        self._charge(piece)
         with self._guest.as_host():
+            self._measure(piece)  # again: on a GPU the thread has waited for the layer that was launched
+            self._charge(piece)
             piece.uninterruptible = not self._serve_within(piece)
         piece.charged_at = piece.polled_at = time.monotonic()
         piece.thread_seconds = time.thread_time()
