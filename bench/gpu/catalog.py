@@ -26,4 +26,5 @@ CHECKS = {
     "I": Entry("bench.gpu.memory:virtual_memory", 40),
     "J": Entry("bench.gpu.compiling:triton_compile", 90),
     "K": Entry("bench.gpu.process_state:sticky_error", 60),
+    "M": Entry("bench.gpu.lending:guest_beside_server", 400),
 }
