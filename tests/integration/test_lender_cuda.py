@@ -194,9 +194,15 @@ def test_guest_of_the_second_model_runner_leaves_nothing(
 def test_failed_build_leaves_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: dict[str, weakref.ref[Any]] = {}
 
+    def allocate(engine: Engine) -> None:
+        raise MemoryError
+
     def fail(engine: Engine, *_: object) -> None:
         parts.update(parts_of(engine))
-        raise EngineStartError("no room") from MemoryError()
+        try:
+            allocate(engine)
+        except MemoryError as full:
+            raise EngineStartError("no room") from full
 
     monkeypatch.setattr(guest_build, "_check_longest_turn", fail)
     with unchanged():

@@ -4,6 +4,7 @@ import logging
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -303,6 +304,26 @@ def test_sidecar_is_told_of_a_dropped_guest_even_if_the_error_has_no_text(fixtur
         "UnprintableError: its text cannot be read"
     ]
     assert fixture.engine.closed and fixture.sharing.closed and fixture.guest.state is Dropped
+
+
+def test_frames_of_an_error_do_not_hold_the_engine_that_is_closed(fixture: Fixture) -> None:
+    """A guest's model would stay in memory until the error is forgotten, and its pool could not go back to the GPU."""
+    held: list[object] = []
+
+    def fail() -> None:
+        model = {"weights"}
+        close_with(weakref.ref(model))
+        raise OSError("a kernel")
+
+    def close_with(model: "weakref.ref[set[str]]") -> None:
+        fixture.engine.close = lambda: held.append(model())
+
+    fixture.lend()
+    try:
+        fail()
+    except OSError as error:
+        fixture.guest.drop(error)
+    assert held == [None]
 
 
 def test_error_of_the_memory_pool_does_not_keep_a_dropped_engine_alive(fixture: Fixture) -> None:

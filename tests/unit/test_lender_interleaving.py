@@ -440,3 +440,29 @@ def test_serving_time_within_a_step_is_not_charged_to_the_guest(core: Any, turns
         layered(turns, core, [], comes={1: "a"}, steps=50)
         between = float(next(now))
     assert between > 100 and sum(reported) < 20 and turns._longest < 5
+
+
+def test_wait_for_a_layer_in_the_queue_of_a_gpu_is_charged_to_the_guest(
+    core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread goes to serving when the guest's kernels have ended, and the request waits for that too."""
+    charged: list[float] = []
+    turns._admission.on_guest_run = lambda *, held, seconds: charged.append(seconds)  # type: ignore[method-assign]
+    now = 0.0
+    monkeypatch.setattr("rose.workers.lender.vllm.interleaving.time.monotonic", lambda: now)
+
+    class QueuedGuest(LayeredGuest):
+        @contextmanager
+        def as_host(self) -> Iterator[None]:
+            nonlocal now
+            now += 7.0
+            with super().as_host():
+                yield
+
+    def during_layer(layer: int) -> None:
+        if layer == 1:
+            core.input_queue.put(request("a"))
+
+    turns._guest = QueuedGuest(turns._yield_to_serving, during_layer)  # type: ignore[assignment]
+    turns.step(lambda: bool(core.scheduler.running) and not core.scheduler.running.clear())
+    assert sum(charged) == turns._longest == 7.0

@@ -2,7 +2,7 @@
 
 Keeps true
 - Outside `as_guest_build` and `as_guest`, and within `as_host`, all listed values are those of the host.
-- Nothing is compiled for a guest: serving would pause for seconds, or wait for a lock of the compiler that a halted
+- torch compiles nothing for a guest: serving would pause for seconds, or wait for a lock of the compiler that a halted
   guest holds. Functions that vLLM compiles at their first call run uncompiled.
 - Between two pieces a long function is halted at a call that it is about to make or has just made. The caller may
   therefore exchange the values before a piece and restore them after.
