@@ -6,22 +6,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.core.sched.output import NewRequestData
 
-from rose.workers.lender.admission import Admission, Promise
+from rose.workers.executor.ipc.messages import NextWork, WorkKind
+from rose.workers.lender.admission import Admission, HoldReason, Promise
 from rose.workers.lender.vllm.interleaving import ServingView
 
 
 class Server:
     """A scheduler that schedules what a test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_queue: deque[Any] | None = None) -> None:
+        """`batch_queue`: batches in flight; None without async scheduling."""
         self.running: list[Any] = []
         self.waiting: deque[Any] = deque()
         self.requests: dict[str, Any] = {}
         self.input_queue = SimpleNamespace(queue=deque())
-        self.batch_queue = None
+        self.batch_queue = batch_queue
         self.scheduler = self
         self.next: dict[str, int] = {}
+        self.new: list[Any] = []
         self.step_arguments: list[dict[str, Any]] = []
         self.admission = Admission(Promise(), serving_step_tokens=512)
         self.admission.on_serving_step = lambda **step_arguments: self.step_arguments.append(step_arguments)  # type: ignore[method-assign]
@@ -29,7 +34,9 @@ class Server:
 
     def schedule(self) -> Any:
         return SimpleNamespace(
-            scheduled_new_reqs=[], num_scheduled_tokens=self.next, total_num_scheduled_tokens=sum(self.next.values())
+            scheduled_new_reqs=self.new,
+            num_scheduled_tokens=self.next,
+            total_num_scheduled_tokens=sum(self.next.values()),
         )
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -88,3 +95,26 @@ def test_aborted_requests_are_forgotten_although_serving_is_never_idle() -> None
         server.running.remove(server.requests.pop(name))
     server.step(stays=1)
     assert list(server.view._last) == ["stays"]
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_ended_request_whose_blocks_are_being_sent_holds_the_guest_back(scheduling: str) -> None:
+    server = Server(deque() if scheduling == "async" else None)
+    request = server.take("sent", time.time())
+    server.running.remove(request)
+    decision = server.admission.admit(server.view.state(), NextWork(WorkKind.STEP, 0.01), now=time.monotonic())
+    assert decision.hold_reason is HoldReason.WAITING
+    server.requests.clear()
+    decision = server.admission.admit(server.view.state(), NextWork(WorkKind.STEP, 0.01), now=time.monotonic())
+    assert decision.hold_reason is None
+
+
+def test_prompt_of_embeddings_is_an_arrival_of_its_tokens() -> None:
+    """vLLM gives no token ids for such a prompt."""
+    server, arrivals = Server(), []
+    server.admission.on_arrival = lambda prompt_tokens, now: arrivals.append(prompt_tokens)  # type: ignore[method-assign]
+    request = object.__new__(NewRequestData)
+    request.prompt_token_ids, request.prompt_embeds, request.num_computed_tokens = None, torch.zeros(100, 64), 32
+    server.new = [request]
+    server.step(embedded=68)
+    assert arrivals == [68]

@@ -4,8 +4,9 @@ Keeps true
 - While serving holds no request, the guest may always compute: one step of at most `yield_seconds` as predicted, or of
   one token if not even one token fits (so that a cost learned from a stall is unlearned). A request that arrives waits
   at most for this step: `yield_seconds` is the yield bound.
-- While serving has a waiting request, or an unread message in its input queue, the guest does not compute. Beside a
-  server with async scheduling it begins no work either while a request runs or a batch is in flight.
+- While serving has a waiting request, an ended request that is not released yet (its KV blocks may still be sent), or
+  an unread message in its input queue, the guest does not compute. Beside a server with async scheduling it begins no
+  work either while a request runs or a batch is in flight.
 - While serving computes, the guest may compute as long as all of these limits allow, and never longer than the yield
   bound:
   prefill    `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, where T_prf includes all
@@ -226,6 +227,9 @@ class ServingState:
     overlaps: bool = False
     """Whether serving with async scheduling holds a running request or a batch in flight. Steps of such a server
     overlap, so their times are not known, and `prefills` and `last_tokens` are empty."""
+    ending: bool = False
+    """Whether only ended requests are left, and serving needs a further step for them: a KV connector may still send
+    their blocks, or read blocks that are free."""
 
     @property
     def held(self) -> int:
@@ -237,7 +241,7 @@ class HoldReason(Enum):
     """Why the guest may not compute now: a waiting request, or the tightest limit."""
 
     WAITING = "waiting"
-    """Serving has a waiting request or an unread message."""
+    """Serving has a waiting request, an unread message, or an ended request that is not released yet."""
     OCCUPANCY = "occupancy"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -302,7 +306,7 @@ class Admission:
         bound, held = self.promise.yield_seconds, serving.held
         prefill, decode, newcomer, most = self._slack(serving, now)
         hold: HoldReason | None = None
-        if serving.queued or serving.waiting:
+        if serving.queued or serving.waiting or serving.ending:
             seconds, hold = 0.0, HoldReason.WAITING
         elif serving.overlaps:
             seconds, hold = 0.0, HoldReason.OCCUPANCY

@@ -119,8 +119,12 @@ class ServingView:
         """Return the requests that serving holds now."""
         running, waiting = self._scheduler.running, self._scheduler.get_request_counts()[1]
         if self._in_flight is not None:
-            overlaps = bool(running or self._in_flight)
-            return ServingState(waiting=waiting, queued=self.has_unread, overlaps=overlaps)
+            return ServingState(
+                waiting=waiting,
+                queued=self.has_unread,
+                overlaps=bool(running or self._in_flight),
+                ending=self._is_ending,
+            )
         first = [request for request in running if request.request_id not in self._last]
         if waiting:
             first += self._scheduler.waiting
@@ -134,11 +138,17 @@ class ServingView:
             last_tokens=[at for request in running if (at := self._last.get(request.request_id)) is not None],
             waiting=waiting,
             queued=self.has_unread,
+            ending=self._is_ending,
         )
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether serving computes no request and holds none that waits, and has still a step to make."""
+        return not any(self._scheduler.get_request_counts()) and bool(self._scheduler.has_requests())
 
     def _served(self, scheduled: Any, began: float, ended: float) -> None:
         for request in scheduled.scheduled_new_reqs:
-            self._admission.on_arrival(len(request.prompt_token_ids) - request.num_computed_tokens, began)
+            self._admission.on_arrival(request.prompt_len - request.num_computed_tokens, began)
         counts = scheduled.num_scheduled_tokens
         decoding = sum(count == 1 and name in self._last for name, count in counts.items())
         self._admission.on_serving_step(
