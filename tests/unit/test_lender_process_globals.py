@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, kv_transfer_state
 from vllm.engine import arg_utils
 from vllm.forward_context import is_forward_context_available, override_forward_context
 from vllm.ir import op as ir_op
@@ -45,6 +46,19 @@ def test_guest_has_a_tensor_parallel_group_separate_from_serving(monkeypatch: py
     assert parallel_state._TP == "serving's"
     with globals_swap.as_guest():
         assert parallel_state._TP == "the guest's"
+
+
+@pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
+def test_guest_has_no_kv_connector_and_serving_keeps_its_own(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """A runner with a connector registers its cache there, and reports its steps to it."""
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", "serving's")
+    globals_swap = globals_for_build()
+    with getattr(globals_swap, phase)():
+        assert not has_kv_transfer_group()
+        if phase == "as_guest":
+            with globals_swap.as_host():
+                assert get_kv_transfer_group() == "serving's"
+    assert get_kv_transfer_group() == "serving's"
 
 
 def test_later_guest_reuses_the_group_of_the_first_without_a_local_serving_worker(

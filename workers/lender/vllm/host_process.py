@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import vllm.config.vllm as vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.engine import arg_utils
 from vllm.forward_context import override_forward_context
 from vllm.ir import op as ir_op
@@ -71,6 +72,7 @@ SWAPPED_NAMES: tuple[tuple[object, str], ...] = (
     (workspace, "_manager"),
     (parallel_state, "_TP"),
     (parallel_state, "suppress_stdout"),
+    (kv_transfer_state, "_KV_CONNECTOR_AGENT"),
     (torch, "Event"),
     (torch, "set_num_threads"),
     (torch.cuda, "Stream"),
@@ -218,7 +220,8 @@ def globals_for_build(device: GuestDevice | None = None) -> GlobalsSwap:
 
     The guest does not set thread counts, bind memory, freeze the garbage collector's heap, suppress output, replace the
     root of serving's block hashes or its kernels, set the allocator or take its free memory, configure logging, report
-    its use, or log that a kernel was compiled. It shares the rotary embeddings that serving has.
+    its use, or log that a kernel was compiled. It shares the rotary embeddings that serving has. It has no KV
+    connector: serving's would take the guest's blocks for its own.
     """
     swap = GlobalsSwap(device or GuestDevice())
     swap.set(torch, "set_num_threads", _no_op)
@@ -230,6 +233,7 @@ def globals_for_build(device: GuestDevice | None = None) -> GlobalsSwap:
     swap.set(arg_utils, "configure_logging_if_needed", _no_op)
     swap.set(rotary_embedding, "_ROPE_DICT", dict(rotary_embedding._ROPE_DICT))
     swap.set(parallel_state, "suppress_stdout", nullcontext)
+    swap.set(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     for module, name in MEMORY_BINDING:
         swap.set(module, name, _no_op)
     swap.set(core, "freeze_gc_heap", _no_op)

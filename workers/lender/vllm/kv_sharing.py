@@ -18,7 +18,7 @@ The decisions are those of `rose.workers.lender.kv_budget`. Units: blocks, unles
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -208,14 +208,21 @@ class ServingMemory:
 
     @property
     def wanted_blocks(self) -> int:
-        """Most blocks that the next step may take, for running requests and for waiting requests that can start."""
-        size, running = self._scheduler.block_size, self._scheduler.running
-        blocks: int = self._manager.watermark_blocks if self._scheduler.waiting else 0
-        for request in running:
-            tokens = request.num_tokens + request.num_output_placeholders  # of batches in flight
+        """Most blocks that the next step may take, for running requests and for waiting requests that can start.
+
+        With speculative decoding a step also takes slots for drafted tokens. A request whose prefix another engine
+        sends holds the blocks of the prefix already (`kv_holding_waiting`).
+        """
+        scheduler, size, running = self._scheduler, self._scheduler.block_size, self._scheduler.running
+        drafted = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens if scheduler.num_spec_tokens else 0
+        blocks: int = scheduler._spec_decode_step_blocks
+        if scheduler.waiting:
+            blocks += self._manager.watermark_blocks
+        for request in chain(running, scheduler.kv_holding_waiting):
+            tokens = request.num_tokens + request.num_output_placeholders + drafted  # placeholders: batches in flight
             blocks += -(-tokens // size) - -(-request.num_computed_tokens // size)
-        for request in islice(self._scheduler.waiting, self._scheduler.max_num_running_reqs - len(running)):
-            blocks += -(-request.num_tokens // size)
+        for request in islice(scheduler.waiting, scheduler.max_num_running_reqs - len(running)):
+            blocks += -(-(request.num_tokens + drafted) // size)
         return blocks
 
     def take_hit_bytes(self) -> int:
