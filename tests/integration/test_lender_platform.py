@@ -64,6 +64,10 @@ core.vllm_config = types.SimpleNamespace(
     parallel_config=types.SimpleNamespace(**parallel), model_config=types.SimpleNamespace(**model),
     scheduler_config=types.SimpleNamespace(async_scheduling=True), speculative_config=None, kv_transfer_config=None,
     ec_transfer_config=None, weight_transfer_config=None, lora_config=None, use_v2_model_runner=True,
+    offload_config=types.SimpleNamespace(
+        offload_backend="auto", prefetch=types.SimpleNamespace(offload_group_size=0),
+        uva=types.SimpleNamespace(cpu_offload_gb=0),
+    ),
 )
 pool = types.SimpleNamespace(get_num_free_blocks=lambda: 1, num_gpu_blocks=2, cached_block_hash_to_block={})
 pool.reset_prefix_cache = None

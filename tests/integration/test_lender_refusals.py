@@ -2,16 +2,21 @@
 
 import os
 from dataclasses import replace
+from functools import reduce
 from multiprocessing import current_process
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config.offload import OffloadConfig
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from rose.workers.lender.vllm import attach, compatibility
 from rose.workers.lender.vllm.attach import register_lender
-from rose.workers.lender.vllm.compatibility import LONE_CORE_NAME, guest_error
+from rose.workers.lender.vllm.compatibility import LONE_CORE_NAME, REFUSED, REFUSED_ABOVE_STRICT, guest_error
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/lend-a-server.md"
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -21,8 +26,8 @@ def in_the_process_of_an_engine_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current_process(), "name", LONE_CORE_NAME)
 
 
-def tried_core() -> Any:
-    """Return an engine core beside which a guest was tried."""
+def supported_core() -> Any:
+    """Return an engine core whose configuration is accepted, with the fields that the check reads."""
     parallel = SimpleNamespace(
         world_size=1,
         tensor_parallel_size=1,
@@ -40,10 +45,12 @@ def tried_core() -> Any:
         enable_prompt_embeds=False,
         is_diffusion=False,
     )
-    config = SimpleNamespace(
+    core: Any = object.__new__(EngineCoreProc)
+    core.vllm_config = SimpleNamespace(
         parallel_config=parallel,
         model_config=model,
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        offload_config=OffloadConfig(),
         use_v2_model_runner=False,
         speculative_config=None,
         kv_transfer_config=None,
@@ -51,39 +58,99 @@ def tried_core() -> Any:
         weight_transfer_config=None,
         lora_config=None,
     )
-    core: Any = object.__new__(EngineCoreProc)
-    core.vllm_config = config
     core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
     return core
 
 
-def test_untested_server_configurations_are_refused_in_one_sentence() -> None:
-    core = tried_core()
-    config = core.vllm_config
-    parallel, model = config.parallel_config, config.model_config
-    assert guest_error(core, strict=False) is None
-    for place, name, value, message in [
-        (current_process(), "name", "EngineCore_DP0", "data parallelism"),
-        (current_process(), "name", "another of vLLM's names", "data parallelism"),
-        (config, "use_v2_model_runner", True, "second model runner"),
-        (config, "speculative_config", object(), "speculative decoding"),
-        (config, "kv_transfer_config", object(), "prefill and decode apart"),
-        (config.scheduler_config, "async_scheduling", True, "--no-async-scheduling"),
-        (parallel, "world_size", 2, "pipeline"),
-        (parallel, "decode_context_parallel_size", 2, "context"),
-        (parallel, "nnodes", 2, "hosts"),
-        (parallel, "distributed_executor_backend", "ray", "ray"),
-        (model, "enable_sleep_mode", True, "sleep mode"),
-        (model, "enable_prompt_embeds", True, "embeddings"),
+CHANGES: dict[str, tuple[str, Any]] = {
+    "data parallelism": ("name", "EngineCore_DP0"),
+    "pipeline or context parallelism": ("parallel_config.world_size", 2),
+    "expert parallelism": ("parallel_config.enable_expert_parallel", True),
+    "ranks on several hosts": ("parallel_config.nnodes", 2),
+    "an executor other than uni and mp": ("parallel_config.distributed_executor_backend", "ray"),
+    "vLLM's second model runner": ("use_v2_model_runner", True),
+    "async scheduling": ("scheduler_config.async_scheduling", True),
+    "speculative decoding": ("speculative_config", object()),
+    "LoRA": ("lora_config", object()),
+    "a KV connector": ("kv_transfer_config", object()),
+    "prompts of embeddings": ("model_config.enable_prompt_embeds", True),
+    "an encoder connector": ("ec_transfer_config", object()),
+    "offloaded weights": ("offload_config.prefetch.offload_group_size", 2),
+    "sleep mode": ("model_config.enable_sleep_mode", True),
+    "weight transfer": ("weight_transfer_config", object()),
+    "fault tolerance": ("parallel_config.enable_fault_tolerance", True),
+    "elastic expert parallelism": ("parallel_config.enable_elastic_ep", True),
+    "a model that does not generate": ("model_config.runner_type", "pooling"),
+    "a multimodal model": ("model_config.is_multimodal_model", True),
+    "a diffusion model": ("model_config.is_diffusion", True),
+}
+"""A field of the configuration that makes a server one of a kind, and its value, by kind."""
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_server_of_a_refused_kind_is_refused_with_the_reason(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = supported_core()
+    assert guest_error(core, strict=True) is guest_error(core, strict=False) is None
+    field, value = CHANGES[kind]
+    *places, name = field.split(".")
+    place = current_process() if field == "name" else reduce(getattr, places, core.vllm_config)
+    monkeypatch.setattr(place, name, value)
+    if kind in REFUSED:
+        expected: str | None = f"no guest runs beside {kind}: {REFUSED[kind]}"
+        assert guest_error(core, strict=False) == expected
+    else:
+        expected = None
+        above = f"no guest with a dial above 0 runs beside {kind}: {REFUSED_ABOVE_STRICT[kind]}"
+        assert guest_error(core, strict=False) == above
+    assert guest_error(core, strict=True) == expected
+
+
+def test_every_refused_kind_is_checked() -> None:
+    by_other_tests = {
+        "a device that is not a CPU",
+        "a model on a GPU in another process",
+        "a KV cache of several kinds",
+    }
+    assert CHANGES.keys() | by_other_tests == {
+        *REFUSED,
+        *REFUSED_ABOVE_STRICT,
+    }
+    core = supported_core()
+    core.scheduler.kv_cache_config.kv_cache_groups.append("another")
+    assert "several kinds" in str(guest_error(core, strict=True))
+
+
+def test_each_way_to_offload_weights_is_refused() -> None:
+    for field, value in [
+        ("offload_backend", "prefetch"),
+        ("offload_backend", "uva"),
+        ("prefetch.offload_group_size", 2),
+        ("uva.cpu_offload_gb", 1.0),
     ]:
-        usual = getattr(place, name)
-        setattr(place, name, value)
-        assert message in str(guest_error(core, strict=False))
-        assert (name == "async_scheduling") is (guest_error(core, strict=True) is None)
-        setattr(place, name, usual)
+        core = supported_core()
+        *places, name = field.split(".")
+        setattr(reduce(getattr, places, core.vllm_config.offload_config), name, value)
+        assert "offloaded weights" in str(guest_error(core, strict=True))
+
+
+def test_engine_core_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     several: Any = object.__new__(DPEngineCoreProc)
-    several.__dict__ |= vars(core)
+    several.__dict__ |= vars(supported_core())
     assert "data parallelism" in str(guest_error(several, strict=True))
+    monkeypatch.setattr(current_process(), "name", "another of vLLM's names")
+    assert "data parallelism" in str(guest_error(supported_core(), strict=True))
+
+
+def test_guide_has_each_refusal_with_its_reason() -> None:
+    """The table has a row for each kind: what a dial of 0 allows, what a dial above 0 allows, and why not more."""
+    rows = {}
+    for line in GUIDE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[1] in ("lends", "refused"):
+            rows[cells[0].partition(" (")[0]] = (cells[1], cells[2], cells[4])
+    for kind, reason in (REFUSED | REFUSED_ABOVE_STRICT).items():
+        assert rows.pop(kind) == ("refused" if kind in REFUSED else "lends", "refused", reason)
+    assert all(row == ("lends", "lends", "") for row in rows.values())
 
 
 @pytest.mark.parametrize("kind", [EngineCoreProc, DPEngineCoreProc])
@@ -130,7 +197,7 @@ def test_unsupported_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPa
 def test_guest_beside_a_server_on_a_gpu_needs_the_setting_for_untried_devices(
     monkeypatch: pytest.MonkeyPatch, executor: str, *, allowed: bool
 ) -> None:
-    core = tried_core()
+    core = supported_core()
     core.vllm_config.use_v2_model_runner = True
     core.vllm_config.parallel_config.distributed_executor_backend = executor
     monkeypatch.setattr(compatibility, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True))

@@ -99,16 +99,16 @@ class Server:
         """Return the notes of the probe, one per step."""
         return [json.loads(line) for line in self.notes.read_text().splitlines()]
 
-    def complete(self, prompt: Sequence[int], tokens: int = 16) -> "Answer":
-        """Send one greedy, streamed completion request and return the answer."""
-        body = {
+    def complete(self, prompt: Sequence[int], tokens: int = 16, /, **fields: Any) -> "Answer":
+        """Send one greedy, streamed completion request and return the answer. `fields` replace those of the request."""
+        body: dict[str, Any] = {
             "model": "serving",
             "prompt": list(prompt),
             "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-        }
+        } | fields
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -207,10 +207,11 @@ def lending_server(
     lends: bool = True,
     promise: Promise = STRICTLY,
     scheduling: str = "sync",
+    module: str = "",
     **sizes: Any,
 ) -> Iterator[Server]:
     """Start a server with the shipped policy as the model of serving and guest. `sizes` are fields of its
-    LendConfig."""
+    LendConfig. `module`: that of the server; empty: by the scheduling."""
     small: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_turns": 8,
@@ -230,7 +231,7 @@ def lending_server(
     environment.pop("ROSE_LEND", None)
     if lends:
         environment["ROSE_LEND"] = str(folder / "lend.json")
-    command = [sys.executable, "-m", SERVERS[scheduling], "--model", str(MODEL)]
+    command = [sys.executable, "-m", module or SERVERS[scheduling], "--model", str(MODEL)]
     command += [*server_flags(port), *flags]
     log = folder / "server.log"
     with log.open("wb") as output:

@@ -34,47 +34,92 @@ def is_one_of_several(core: EngineCoreProc) -> bool:
     return type(core) is not EngineCoreProc or current_process().name != LONE_CORE_NAME
 
 
+REFUSED = {
+    "a device that is not a CPU": "no guest has run on such a device",
+    "a model on a GPU in another process": "if a rank of the guest fails, nothing ends the kernels that wait for it",
+    "data parallelism": "all engine cores of the server would wait for a sidecar on the same socket",
+    "pipeline or context parallelism": "a rank of the guest has a part of every layer, and computes every context",
+    "expert parallelism": "of vLLM's process groups only the tensor-parallel group is exchanged with the guest's",
+    "ranks on several hosts": "the sidecar hands weights over in the memory of one host",
+    "an executor other than uni and mp": "the guest is driven through the workers of these two",
+    "vLLM's second model runner": "the guest's cache and the zeroing of blocks are attached to the first",
+    "an encoder connector": "the guest's runner would use the connector of serving",
+    "offloaded weights": "a process has one weight offloader, and the build of a guest replaces it",
+    "sleep mode": "the guest would write to a KV cache whose memory a sleeping server has given back",
+    "weight transfer": "nothing was tried while such a server replaces its weights",
+    "fault tolerance": "serving's ranks are replaced while the server runs, and the guest's are not",
+    "elastic expert parallelism": "serving's ranks are replaced while the server runs, and the guest's are not",
+    "a KV cache of several kinds": "no guest was tried beside one",
+    "a model that does not generate": "no guest was tried beside one",
+    "a multimodal model": "no guest was tried beside one",
+    "a diffusion model": "no guest was tried beside one",
+}
+"""Kinds of servers beside which no guest runs, with the reason, as in the table of docs/guides/lend-a-server.md."""
+
+REFUSED_ABOVE_STRICT = {
+    "async scheduling": "the times of overlapping steps are not known; --no-async-scheduling turns it off",
+    "speculative decoding": "the number of tokens in the next step of a request is not known",
+    "LoRA": "serving stops while it loads an adapter, for a time that is not known",
+    "a KV connector": "a block that looks free while serving computes may still be read for an ended request",
+    "prompts of embeddings": "their cost was not measured",
+}
+"""Kinds of servers beside which no guest with a dial above 0 runs, with the reason."""
+
+
 def guest_error(core: Any, *, strict: bool, untried_devices: bool = False) -> str | None:
     """Return why the server of this engine core cannot have a guest; None if it can.
 
     `strict`: the policy. `untried_devices`: whether the device may be a CUDA GPU.
     """
-    config = core.vllm_config
-    parallel, model = config.parallel_config, config.model_config
+    kinds = [kind for kind, holds in _kinds(core, untried_devices=untried_devices).items() if holds]
+    found = [f"no guest runs beside {kind}: {REFUSED[kind]}" for kind in kinds if kind in REFUSED]
+    if not strict:
+        found += [
+            f"no guest with a dial above 0 runs beside {kind}: {REFUSED_ABOVE_STRICT[kind]}"
+            for kind in kinds
+            if kind in REFUSED_ABOVE_STRICT
+        ]
+    return "; ".join(found) if found else None
+
+
+def _kinds(core: Any, *, untried_devices: bool) -> dict[str, bool]:
+    """Return whether the server of this engine core is of each kind."""
     gpu = not current_platform.is_cpu()
-    untried = {
-        "a device that is not a CPU": gpu and not (untried_devices and current_platform.is_cuda()),
-        "a model on a GPU in another process (lender.untried_devices allows one rank and the executor uni)": (
-            gpu and untried_devices and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni")
-        ),
+    allowed = untried_devices and current_platform.is_cuda()
+    config = core.vllm_config
+    parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
+    return {
+        "a device that is not a CPU": gpu and not allowed,
+        "a model on a GPU in another process": gpu
+        and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni"),
         "data parallelism": is_one_of_several(core),
         "pipeline or context parallelism": (
             parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1
         ),
         "expert parallelism": parallel.enable_expert_parallel,
         "ranks on several hosts": parallel.nnodes > 1,
-        f"the executor {parallel.distributed_executor_backend}": (
-            parallel.distributed_executor_backend not in ("uni", "mp")
-        ),
-        "vLLM's second model runner": config.use_v2_model_runner and not (gpu and untried_devices),
-        "async scheduling with a dial above 0, because the times of overlapping steps are not known "
-        "(--no-async-scheduling turns it off)": config.scheduler_config.async_scheduling and not strict,
+        "an executor other than uni and mp": parallel.distributed_executor_backend not in ("uni", "mp"),
+        "vLLM's second model runner": config.use_v2_model_runner and not (gpu and allowed),
+        "async scheduling": config.scheduler_config.async_scheduling,
         "speculative decoding": config.speculative_config is not None,
-        "a KV connector (prefill and decode apart)": config.kv_transfer_config is not None,
-        "an encoder connector": config.ec_transfer_config is not None,
-        "weight transfer": config.weight_transfer_config is not None,
         "LoRA": config.lora_config is not None,
+        "a KV connector": config.kv_transfer_config is not None,
+        "prompts of embeddings": model.enable_prompt_embeds,
+        "an encoder connector": config.ec_transfer_config is not None,
+        "offloaded weights": (
+            offload.offload_backend != "auto"
+            or offload.prefetch.offload_group_size > 0
+            or offload.uva.cpu_offload_gb > 0
+        ),
         "sleep mode": model.enable_sleep_mode,
+        "weight transfer": config.weight_transfer_config is not None,
         "fault tolerance": parallel.enable_fault_tolerance,
         "elastic expert parallelism": parallel.enable_elastic_ep,
         "a KV cache of several kinds": len(core.scheduler.kv_cache_config.kv_cache_groups) > 1,
         "a model that does not generate": model.runner_type != "generate",
         "a multimodal model": model.is_multimodal_model,
-        "prompts of embeddings": model.enable_prompt_embeds,
         "a diffusion model": model.is_diffusion,
     }
-    found = [what for what, holds in untried.items() if holds]
-    return f"no guest was tried beside {' or '.join(found)}" if found else None
 
 
 VERSION = (0, 32)
@@ -103,6 +148,10 @@ vllm.config.vllm
     -                guest   get_cached_compilation_config.cache_clear: called when the configuration is exchanged
 vllm.distributed.device_communicators.cpu_communicator
     f2964a2a9f3379f0 cpu     CpuCommunicator.__init__: the guest's group has a name for which no memory is shared
+vllm.distributed.kv_transfer.kv_transfer_state
+    -                guest   _KV_CONNECTOR_AGENT: exchanged between host and guest, which has no connector
+    fea7014629e94c4a guest   ensure_kv_transfer_initialized: makes no connector for a guest
+    1fc0e9f28034a9dc guest   has_kv_transfer_group: tells a runner whether it has a connector
 vllm.distributed.parallel_state
     b253677203db0be1 guest   ensure_model_parallel_initialized: leaves groups that exist as they are
     533e3f28f3dbfe4c guest   GroupCoordinator.__init__: makes the guest's group
@@ -152,10 +201,16 @@ vllm.v1.core.kv_cache_utils
     6a4bcea343d1e34f guest   FreeKVCacheBlockQueue.get_all_free_blocks: has the order in which vLLM evicts blocks
 vllm.v1.core.single_type_kv_cache_manager
     b8edfbf2e1667228 cpu     SingleTypeKVCacheManager.allocate_new_blocks: notes the blocks that a request gets
+    f5419c71108416dd cpu     SingleTypeKVCacheManager.allocate_external_computed_blocks: a received block is not zeroed
 vllm.v1.core.sched.async_scheduler
     138d47daea23cdfd guest   AsyncScheduler._update_after_schedule: counts the tokens of batches in flight
+vllm.v1.core.sched.output
+    -                guest   NewRequestData.prompt_len: counts a prompt of tokens or embeddings
 vllm.v1.core.sched.scheduler
     6529a9d59f78d9c0 observe Scheduler.has_requests: tells whether serving has work
+    04a60b57ba72f965 guest   Scheduler.has_finished_requests: counts ended requests whose blocks are being sent
+    4fb86dcf349be3cf guest   Scheduler._holds_kv_blocks: tells which waiting requests are in `kv_holding_waiting`
+    019e3f62696c8913 guest   Scheduler._request_remaining_blocks: reserves as many blocks as are foreseen
     da4f2cf2fc39c39e guest   Scheduler.schedule: wrapped, to read what it returns
     c901ce17db93c7dd observe Scheduler.get_request_counts: tells what serving holds
     fb239c609e3dd0ec cpu     Scheduler._get_new_block_ids_to_zero: names the blocks that the runner zeroes
