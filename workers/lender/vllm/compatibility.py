@@ -44,7 +44,7 @@ REFUSED = {
     "an executor other than uni and mp": "the guest is driven through the workers of these two",
     "vLLM's second model runner": "the guest's cache and the zeroing of blocks are attached to the first",
     "an encoder connector": "the guest's runner would use the connector of serving",
-    "offloaded weights": "a process has one weight offloader, and the build of a guest replaces it",
+    "offloaded weights": "no guest was tried beside them",
     "sleep mode": "the guest would write to a KV cache whose memory a sleeping server has given back",
     "weight transfer": "nothing was tried while such a server replaces its weights",
     "fault tolerance": "serving's ranks are replaced while the server runs, and the guest's are not",
