@@ -33,7 +33,16 @@ from rose.workers.executor.ipc.messages import (
 )
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.lender.vllm.guest_build import build_engine
-from tests.support.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
+from tests.support.guest_runs import (
+    PROMPTS,
+    TURNS,
+    run_guest,
+    run_standalone,
+    same,
+    state_changes,
+    traffic,
+    wake_and_park,
+)
 from tests.support.lender_server_fixtures import (
     MODEL,
     VOCABULARY,
@@ -108,14 +117,8 @@ def test_batches_of_serving_overlap_only_with_async_scheduling(server: Server, r
 
 def test_process_globals_are_unchanged_in_every_serving_step(server: Server, alone: list[Answer]) -> None:
     start, *steps = server.step_notes()
+    assert state_changes(steps) == []
     states = [note["state"] for note in steps if "state" in note]
-    differences = [
-        (name, before, after)
-        for name in states[0]
-        for before, after in [(states[0][name], state[name]) for state in states[1:]]
-        if before != after
-    ]
-    assert differences == []
     assert any(note["building"] for note in steps), "no step of serving fell into the building of the guest"
     assert any(not note["building"] for note in steps[-20:])
     assert any(note["within"] for note in steps), "no step of serving fell between two layers of the guest's"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.config.offload import OffloadConfig
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from rose.workers.lender.vllm import attach, compatibility
 from rose.workers.lender.vllm.attach import register_lender
@@ -19,6 +20,11 @@ from rose.workers.lender.vllm.compatibility import LONE_CORE_NAME, REFUSED, REFU
 GUIDE = Path(__file__).parents[2] / "docs/guides/lend-a-server.md"
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+
+def groups(*kinds: type[KVCacheSpec]) -> list[Any]:
+    """Return groups of layers of these kinds."""
+    return [SimpleNamespace(kv_cache_spec=object.__new__(kind)) for kind in kinds]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +64,7 @@ def supported_core() -> Any:
         weight_transfer_config=None,
         lora_config=None,
     )
-    core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
+    core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec)))
     return core
 
 
@@ -106,18 +112,31 @@ def test_server_of_a_refused_kind_is_refused_with_the_reason(kind: str, monkeypa
 
 
 def test_every_refused_kind_is_checked() -> None:
-    by_other_tests = {
-        "a device that is not a CPU",
-        "a model on a GPU in another process",
-        "a KV cache of several kinds",
-    }
-    assert CHANGES.keys() | by_other_tests == {
-        *REFUSED,
-        *REFUSED_ABOVE_STRICT,
-    }
+    on_gpus = {"a device that is not a CPU", "a model on a GPU in another process"}
+    assert CHANGES.keys() | CACHES.keys() | on_gpus == {*REFUSED, *REFUSED_ABOVE_STRICT}
+
+
+CACHES: dict[str, tuple[tuple[type[KVCacheSpec], ...], int, bool]] = {
+    "a KV cache of several kinds": ((FullAttentionSpec, SlidingWindowSpec), 1, True),
+    "a KV cache of several kinds on several ranks": ((MambaSpec, FullAttentionSpec), 2, False),
+    "other layers in a KV cache of several kinds": ((FullAttentionSpec, CrossAttentionSpec), 1, False),
+    "a multimodal model on several ranks": ((FullAttentionSpec,), 2, False),
+}
+"""The layers and ranks of a server, and whether it lends in the strict policy, by kind."""
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_kinds_of_layers_are_refused_on_ranks_and_above_strict(kind: str) -> None:
+    layers, ranks, lends = CACHES[kind]
     core = supported_core()
-    core.scheduler.kv_cache_config.kv_cache_groups.append("another")
-    assert "several kinds" in str(guest_error(core, strict=True))
+    core.scheduler.kv_cache_config.kv_cache_groups = groups(*layers)
+    parallel = core.vllm_config.parallel_config
+    parallel.world_size = parallel.tensor_parallel_size = ranks
+    core.vllm_config.model_config.is_multimodal_model = "multimodal" in kind
+    assert kind in str(guest_error(core, strict=False))
+    assert (guest_error(core, strict=True) is None) is lends
+    if not lends:
+        assert f"beside {kind}: {REFUSED[kind]}" in str(guest_error(core, strict=True))
 
 
 def test_each_way_to_offload_weights_is_refused() -> None:

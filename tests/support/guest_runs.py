@@ -1,8 +1,10 @@
 """Serving traffic and guest turns for tests of a guest: the same prompts and turns, in sequence or together."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from rose.schemas.prompts import Sampling
 from rose.workers.executor.ipc.messages import Resume, Suspend
@@ -21,9 +23,17 @@ TURNS = [
 ]
 
 
+Ask = Callable[[Server], Answer]
+"""Sends one request to a server and returns the answer."""
+
+GREEDY: list[Ask] = [partial(Server.complete, prompt=prompt) for prompt in PROMPTS]
+
+
 @contextmanager
-def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[int, Answer]]]:
-    """Send serving requests in sequence during the block. Collect the prompt and the answer of each."""
+def traffic(
+    server: Server, pause_seconds: float = 0.05, requests: Sequence[Ask] = GREEDY
+) -> Iterator[list[tuple[int, Answer]]]:
+    """Send serving requests in sequence during the block. Collect the number and the answer of each."""
     answers: list[tuple[int, Answer]] = []
     stop = threading.Event()
     errors: list[BaseException] = []
@@ -32,7 +42,7 @@ def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[
         number = 0
         try:
             while not stop.wait(pause_seconds):
-                answers.append((number % len(PROMPTS), server.complete(PROMPTS[number % len(PROMPTS)])))
+                answers.append((number % len(requests), requests[number % len(requests)](server)))
                 number += 1
         except BaseException as trouble:
             errors.append(trouble)
@@ -50,6 +60,17 @@ def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[
 
 def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool:
     return all(answer.text == alone[prompt].text for prompt, answer in answers)
+
+
+def state_changes(notes: Sequence[dict[str, Any]]) -> list[tuple[str, Any, Any]]:
+    """Return how the state of the process differed in serving's steps, by the probe's notes without the first one."""
+    states = [note["state"] for note in notes if "state" in note]
+    return [
+        (name, before, after)
+        for name in states[0]
+        for before, after in [(states[0][name], state[name]) for state in states[1:]]
+        if before != after
+    ]
 
 
 def run_guest(sidecar: ScriptedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:

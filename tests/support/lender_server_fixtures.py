@@ -101,24 +101,27 @@ class Server:
 
     def complete(self, prompt: Sequence[int], tokens: int = 16, /, **fields: Any) -> "Answer":
         """Send one greedy, streamed completion request and return the answer. `fields` replace those of the request."""
-        body: dict[str, Any] = {
-            "model": "serving",
-            "prompt": list(prompt),
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        } | fields
+        return self._ask("/v1/completions", {"prompt": list(prompt), "max_tokens": tokens} | fields)
+
+    def describe(self, image: str, tokens: int = 16, **sampling: Any) -> "Answer":
+        """Send one streamed request with the image at this URL, as `complete` does."""
+        parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "what is it?"}]
+        message = {"role": "user", "content": parts}
+        return self._ask("/v1/chat/completions", {"messages": [message], "max_tokens": tokens, **sampling})
+
+    def _ask(self, path: str, fields: dict[str, Any]) -> "Answer":
+        body = {"model": "serving", "temperature": 0, "ignore_eos": True, "stream": True} | fields
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         began = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         assert response.status == 200, response.read()
         answer = Answer()
         for line in response:
             if line.startswith(b"data: {"):
+                choice = json.loads(line[6:])["choices"][0]
                 answer.at.append(time.perf_counter() - began)
-                answer.text += json.loads(line[6:])["choices"][0]["text"]
+                answer.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         connection.close()
         return answer
 

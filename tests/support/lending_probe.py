@@ -30,7 +30,7 @@ from tests.support.lender_server_fixtures import NOTES
 class LendingProbe(Scheduler):  # type: ignore[misc]
     """The scheduler. A server selects it by `--scheduler-cls`. A note says whether a guest is being built, whether a
     guest step is paused and whether a batch with running requests is in flight, and has a digest of the process state.
-    It also counts the free blocks of serving before the step, and the preemptions of requests.
+    It also counts the blocks of serving that are free and that are held, and the preemptions of requests.
 
     A state that is seen for the first time is part of the note.
     """
@@ -54,7 +54,9 @@ class LendingProbe(Scheduler):  # type: ignore[misc]
         in_flight = any(request.num_output_placeholders for request in self.running)
         note: dict[str, Any] = {"when": when, "building": building, "within": within, "seen": digest}
         note["in flight"] = in_flight
-        note["free"] = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        pool = self.kv_cache_manager.block_pool
+        note["free"] = pool.get_num_free_blocks()
+        note["held blocks"] = pool.num_gpu_blocks - 1 - note["free"]
         note["preemptions"] = sum(request.num_preemptions for request in self.requests.values())
         if digest not in self._known:
             self._known.add(digest)

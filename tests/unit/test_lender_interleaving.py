@@ -36,11 +36,15 @@ def serving() -> Any:
     scheduler = SimpleNamespace(
         max_num_scheduled_tokens=64,
         max_num_running_reqs=4,
-        block_size=1,
         running=[],
         waiting=[],
         requests={},
-        kv_cache_manager=SimpleNamespace(block_pool=pool, record_prefix_cache_stats=None, watermark_blocks=0),
+        kv_cache_manager=SimpleNamespace(
+            block_pool=pool,
+            record_prefix_cache_stats=None,
+            watermark_blocks=0,
+            coordinator=SimpleNamespace(group_block_sizes=(1,)),
+        ),
         kv_cache_config=SimpleNamespace(
             num_blocks=8, kv_cache_tensors=[SimpleNamespace(size=64)], kv_cache_layout=None
         ),

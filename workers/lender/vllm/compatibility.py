@@ -49,9 +49,10 @@ REFUSED = {
     "weight transfer": "nothing was tried while such a server replaces its weights",
     "fault tolerance": "serving's ranks are replaced while the server runs, and the guest's are not",
     "elastic expert parallelism": "serving's ranks are replaced while the server runs, and the guest's are not",
-    "a KV cache of several kinds": "no guest was tried beside one",
+    "other layers in a KV cache of several kinds": "full, sliding-window and recurrent layers were tried",
+    "a KV cache of several kinds on several ranks": "no guest was tried beside one",
+    "a multimodal model on several ranks": "no guest was tried beside one",
     "a model that does not generate": "no guest was tried beside one",
-    "a multimodal model": "no guest was tried beside one",
     "a diffusion model": "no guest was tried beside one",
 }
 """Kinds of servers beside which no guest runs, with the reason, as in the table of docs/guides/lend-a-server.md."""
@@ -62,8 +63,14 @@ REFUSED_ABOVE_STRICT = {
     "LoRA": "serving stops while it loads an adapter, for a time that is not known",
     "a KV connector": "a block that looks free while serving computes may still be read for an ended request",
     "prompts of embeddings": "their cost was not measured",
+    "a KV cache of several kinds": "the times of such a model were not measured",
+    "a multimodal model": "the time of an image's encoder is not predicted",
 }
 """Kinds of servers beside which no guest with a dial above 0 runs, with the reason."""
+
+
+TRIED_LAYERS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"})
+"""vLLM's kinds of layers that a KV cache of several kinds may have."""
 
 
 def guest_error(core: Any, *, strict: bool, untried_devices: bool = False) -> str | None:
@@ -88,10 +95,13 @@ def _kinds(core: Any, *, untried_devices: bool) -> dict[str, bool]:
     allowed = untried_devices and current_platform.is_cuda()
     config = core.vllm_config
     parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    several_kinds, several_ranks = len(groups) > 1, parallel.world_size > 1
+    layers = {type(group.kv_cache_spec).__name__ for group in groups}
     return {
         "a device that is not a CPU": gpu and not allowed,
         "a model on a GPU in another process": gpu
-        and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni"),
+        and (several_ranks or parallel.distributed_executor_backend != "uni"),
         "data parallelism": is_one_of_several(core),
         "pipeline or context parallelism": (
             parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1
@@ -115,9 +125,12 @@ def _kinds(core: Any, *, untried_devices: bool) -> dict[str, bool]:
         "weight transfer": config.weight_transfer_config is not None,
         "fault tolerance": parallel.enable_fault_tolerance,
         "elastic expert parallelism": parallel.enable_elastic_ep,
-        "a KV cache of several kinds": len(core.scheduler.kv_cache_config.kv_cache_groups) > 1,
+        "a KV cache of several kinds": several_kinds,
+        "a KV cache of several kinds on several ranks": several_kinds and several_ranks,
+        "other layers in a KV cache of several kinds": several_kinds and not layers <= TRIED_LAYERS,
         "a model that does not generate": model.runner_type != "generate",
         "a multimodal model": model.is_multimodal_model,
+        "a multimodal model on several ranks": model.is_multimodal_model and several_ranks,
         "a diffusion model": model.is_diffusion,
     }
 
@@ -170,6 +183,8 @@ vllm.model_executor.layers.rotary_embedding
     -                guest   _ROPE_DICT: exchanged between host and guest
 vllm.model_executor.layers.utils
     -                guest   dispatch_cpu_unquantized_gemm: wrapped while a guest is built
+vllm.model_executor.layers.mamba.ops.ssu_dispatch
+    53ad3ae84c39a0eb guest   initialize_mamba_ssu_backend: a guest without recurrent states leaves serving's backend
 vllm.model_executor.offloader.base
     -                guest   _instance: exchanged between host and guest
 vllm.triton_utils.dispatcher
@@ -192,14 +207,19 @@ vllm.v1.core.block_pool
     c97ea366f52bf8fb observe BlockPool.get_num_free_blocks: tells what the requests of serving leave
     392c54386fddcb47 guest   BlockPool.get_usage: replaced, because withheld blocks are not in use
     69bba8b575842446 guest   BlockPool.reset_prefix_cache: wrapped, because it needs every block to be free
+vllm.v1.core.kv_cache_coordinator
+    db53dbf1b7f337e6 guest   KVCacheCoordinator.__init__: makes one pool of blocks for all groups of layers
+    4500949e3f03d550 guest   KVCacheCoordinator.get_num_blocks_to_allocate: a step takes blocks in each group
 vllm.v1.core.kv_cache_manager
     dd3fc0110a76ccba guest   KVCacheManager.record_prefix_cache_stats: wrapped, to count what serving finds
     815f946ccf479927 cpu     KVCacheManager.take_new_block_ids: wrapped, to zero the blocks that a guest had
     8c60d937fd9eb0c8 guest   KVCacheManager.allocate_slots: takes as many blocks in a step as are foreseen
 vllm.v1.core.kv_cache_utils
     5113ef26e70d956b guest   init_none_hash: the root of serving's block hashes is not replaced
+    6954cbfecb1bfc13 guest   get_kv_cache_config_from_groups: all groups have their blocks in the same bytes
     6a4bcea343d1e34f guest   FreeKVCacheBlockQueue.get_all_free_blocks: has the order in which vLLM evicts blocks
 vllm.v1.core.single_type_kv_cache_manager
+    f50d7c5b545195c3 guest   SingleTypeKVCacheManager.get_num_blocks_to_allocate: takes as many blocks as are foreseen
     b8edfbf2e1667228 cpu     SingleTypeKVCacheManager.allocate_new_blocks: notes the blocks that a request gets
     f5419c71108416dd cpu     SingleTypeKVCacheManager.allocate_external_computed_blocks: a received block is not zeroed
 vllm.v1.core.sched.async_scheduler
@@ -236,6 +256,7 @@ vllm.v1.executor.multiproc_executor
     4d7c21576f2670da guest   WorkerProc._execute_worker_rpc: makes one call after another, on one thread
 vllm.v1.kv_cache_interface
     3626347655c8c6f6 guest   create_kv_cache_views: places the guest's layers in serving's cache
+    -                guest   KVCacheConfig.has_mamba_layers: tells whether a cache has recurrent states
     -                guest   KVCacheTensor: says where the blocks of a cache are
 vllm.v1.worker.cpu_worker
     6a2c6b06d1a7f9d2 cpu     CPUWorker.__init__: binds memory, but not for a guest

@@ -213,22 +213,26 @@ class ServingMemory:
         With speculative decoding a step also takes slots for drafted tokens. A request whose prefix another engine
         sends holds the blocks of the prefix already (`kv_holding_waiting`).
         """
-        scheduler, size, running = self._scheduler, self._scheduler.block_size, self._scheduler.running
+        scheduler, running = self._scheduler, self._scheduler.running
         drafted = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens if scheduler.num_spec_tokens else 0
         blocks: int = scheduler._spec_decode_step_blocks
         if scheduler.waiting:
             blocks += self._manager.watermark_blocks
         for request in chain(running, scheduler.kv_holding_waiting):
             tokens = request.num_tokens + request.num_output_placeholders + drafted  # placeholders: batches in flight
-            blocks += -(-tokens // size) - -(-request.num_computed_tokens // size)
+            blocks += self._blocks_of(tokens) - self._blocks_of(request.num_computed_tokens)
         for request in islice(scheduler.waiting, scheduler.max_num_running_reqs - len(running)):
-            blocks += -(-(request.num_tokens + drafted) // size)
+            blocks += self._blocks_of(request.num_tokens + drafted)
         return blocks
+
+    def _blocks_of(self, tokens: int) -> int:
+        """Return the blocks of a request in all groups of layers, also those that a window has left behind."""
+        return sum(-(-tokens // size) for size in self._manager.coordinator.group_block_sizes)
 
     def take_hit_bytes(self) -> int:
         """Return the bytes that serving found in its prefix cache since the last call."""
         found, self._hit_tokens = self._hit_tokens, 0
-        return found * self.pool.block_bytes // int(self._scheduler.block_size)
+        return sum(found * self.pool.block_bytes // size for size in self._manager.coordinator.group_block_sizes)
 
 
 def guest_pool(engine: Engine) -> KvPool:

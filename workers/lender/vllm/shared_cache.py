@@ -7,7 +7,11 @@ Keeps true
 - The guest's view has no memory of its own: its build, its growth, a cut and its end allocate, copy and free nothing.
 - Serving reads no byte of a guest's turn: on a CPU, whose kernel reads whole blocks, a block that was lent is zeroed
   when a request of serving gets it. (No guest runs on a GPU yet.)
-- A guest whose cache cannot be such a view has a cache of its own.
+- A guest whose cache cannot be such a view has a cache of its own. So has a guest beside a cache with recurrent states
+  (Mamba), whose blocks vLLM does not zero and does not name when they are taken.
+
+Serving's layers may form several groups (layers with a window, layers without). All groups take their blocks from one
+pool and lay them over the same bytes, so a block belongs to one group at a time, and a withheld block to none.
 
 A block of serving is a run of `width` bytes in each of `regions` (a region is a layer, or the whole cache where the
 layers of a block are neighbours). The guest's layers fill the regions one after the other; if the guest has more layers
@@ -113,10 +117,10 @@ class NotShared(RoseError):
 
 
 def layout_of(config: KVCacheConfig) -> CacheLayout | None:
-    """Return the layout of serving's cache; None if the bytes of a block are not such runs."""
+    """Return the layout of serving's cache; None if no guest can have a view of the cache."""
     tensors = config.kv_cache_tensors
     layout = KVCacheLayout.__members__.get(config.kv_cache_layout or "")
-    if layout is None or not layout.is_block_compact or not tensors:
+    if layout is None or not layout.is_block_compact or not tensors or config.has_mamba_layers:
         return None
     size, width, outermost = tensors[0].size, tensors[0].block_stride, layout.is_block_outermost
     stride = size if outermost else width * config.num_blocks
@@ -179,7 +183,9 @@ class SharedCacheExecutor(Executor):  # type: ignore[misc]
 
     layout: CacheLayout | None
     """Layout of serving's cache. Set before vLLM's constructor runs."""
-    own_cache_reason: str | None = "serving's cache is in another process, or its blocks are no runs of bytes"
+    own_cache_reason: str | None = (
+        "serving's cache is in another process, has recurrent states, or its blocks are no runs of bytes"
+    )
     """Why the guest has a cache of its own; None if it has a view of serving's."""
 
     def share(self, block_tokens: int) -> None:

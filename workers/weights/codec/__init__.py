@@ -63,7 +63,7 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What the range coder encodes of one slice.
+    """The input of the range coder for one slice.
 
     An event is a changed element of a light exponent. Steps are signed numbers of ULPs, in any signed integer type.
     """
@@ -71,15 +71,15 @@ class Changes:
     codes: NDArray[np.uint8]
     """Hazard code of each exponent, [EXPONENTS]."""
     positions: NDArray[np.uint64]
-    """For each event the summed hazard of the unchanged light elements before the event."""
+    """Summed hazard of the unchanged light elements before each event."""
     exponents: NDArray[np.uint8]
-    """For each event the exponent of the old value."""
+    """Exponent of the old value, of each event."""
     steps: NDArray[np.signedinteger[Any]]
-    """For each event its step."""
+    """Step of each event."""
     heavy_exponents: NDArray[np.uint8]
-    """For each heavy element the exponent of the old value."""
+    """Exponent of the old value, of each heavy element."""
     heavy_steps: NDArray[np.signedinteger[Any]]
-    """For each heavy element its step; 0 for an unchanged element."""
+    """Step of each heavy element; 0 for an unchanged element."""
 
     @property
     def is_encodable(self) -> bool:
