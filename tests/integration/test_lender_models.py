@@ -8,7 +8,7 @@ import io
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,9 @@ def picture(seed: int) -> str:
 @pytest.fixture(scope="module")
 def requests(kind: str) -> list[Ask]:
     """Greedy and seeded requests, also with images if the server takes images."""
-    seeded: list[Ask] = [
-        partial(Server.complete, prompt=prompt * 5, tokens=40, temperature=1.0, seed=3) for prompt in PROMPTS[:3]
-    ]
-    images: list[Ask] = [partial(Server.describe, image=picture(seed)) for seed in range(3)]
-    images += [partial(Server.describe, image=picture(3), temperature=1.0, seed=5)]
+    seeded: list[Ask] = [methodcaller("complete", prompt * 5, 40, temperature=1.0, seed=3) for prompt in PROMPTS[:3]]
+    images: list[Ask] = [methodcaller("describe", picture(seed)) for seed in range(3)]
+    images += [methodcaller("describe", picture(3), temperature=1.0, seed=5)]
     return [*GREEDY[:3], *seeded, *(images if kind == "image" else [])]
 
 
@@ -92,8 +90,8 @@ def alone(server: Server, requests: list[Ask]) -> list[Answer]:
 @pytest.fixture(scope="module")
 def burst_requests(kind: str) -> list[Ask]:
     """Requests that together take most of the cache."""
-    long: list[Ask] = [partial(Server.complete, prompt=prompt(100 + number, 200), tokens=64) for number in range(16)]
-    return long + ([partial(Server.describe, image=picture(seed)) for seed in range(7, 9)] if kind == "image" else [])
+    long: list[Ask] = [methodcaller("complete", prompt(100 + number, 200), 64) for number in range(16)]
+    return long + ([methodcaller("describe", picture(seed)) for seed in range(7, 9)] if kind == "image" else [])
 
 
 @pytest.fixture(scope="module")

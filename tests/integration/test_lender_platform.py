@@ -72,7 +72,8 @@ core.vllm_config = types.SimpleNamespace(
 pool = types.SimpleNamespace(get_num_free_blocks=lambda: 1, num_gpu_blocks=2, cached_block_hash_to_block={})
 pool.reset_prefix_cache = None
 manager = types.SimpleNamespace(block_pool=pool, record_prefix_cache_stats=None)
-cache = types.SimpleNamespace(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=["one"], kv_cache_layout=None)
+cache = types.SimpleNamespace(num_blocks=2, kv_cache_tensors=[], kv_cache_layout=None)
+cache.kv_cache_groups = [types.SimpleNamespace(kv_cache_spec=None)]
 core.scheduler = types.SimpleNamespace(
     kv_cache_config=cache, kv_cache_manager=manager, has_requests=lambda: False, get_request_counts=lambda: (0, 0),
     max_num_scheduled_tokens=64, running=[], waiting=[], schedule=lambda: None,

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from rose.schemas.prompts import Sampling
@@ -26,7 +26,7 @@ TURNS = [
 Ask = Callable[[Server], Answer]
 """Sends one request to a server and returns the answer."""
 
-GREEDY: list[Ask] = [partial(Server.complete, prompt=prompt) for prompt in PROMPTS]
+GREEDY: list[Ask] = [methodcaller("complete", prompt) for prompt in PROMPTS]
 
 
 @contextmanager
