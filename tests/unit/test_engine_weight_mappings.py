@@ -19,6 +19,8 @@ class FakeCuda:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.calls = 0
+        self.copying = True
+        """Whether a copy to the device may be under way."""
         self.status = 0
 
     def cudaHostRegister(self, address: int, size: int, _: int) -> int:
@@ -27,7 +29,12 @@ class FakeCuda:
             self.registered[address] = size
         return self.status
 
+    def synchronize(self) -> None:
+        self.copying = False
+
     def cudaHostUnregister(self, address: int) -> int:
+        assert not self.copying
+        self.copying = True
         del self.registered[address]
         return 0
 
@@ -35,7 +42,9 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: fake))
+    monkeypatch.setattr(
+        torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: fake, synchronize=fake.synchronize)
+    )
     return fake
 
 
@@ -105,3 +114,9 @@ def mapped_bytes() -> int:
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:test-" in line]
     spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     return sum(end - begin for begin, end in spans)
+
+
+def test_buffer_is_not_registered_where_that_would_hold_up_serving(cuda: FakeCuda, buffers: list[int]) -> None:
+    mappings = WeightMappings(registers=False)
+    assert dict(mappings.tensors(staged(buffers[0], 4.0)))["w"].eq(4.0).all()
+    assert cuda.calls == 0

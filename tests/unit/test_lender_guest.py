@@ -41,7 +41,7 @@ from tests.support.waiting import WAIT_SECONDS, until
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 QUIET = ServingStats(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 CONFIG = LendConfig(model_folder="", socket="", heartbeat_seconds=0.01)
-SERVING: Any = SimpleNamespace(layout=None, runner=None)
+SERVING: Any = SimpleNamespace(layout=None, runner=None, zero=lambda _: None)
 """Serving whose cache a guest cannot have a view of."""
 
 LOG = logging.getLogger("guest")

@@ -92,6 +92,19 @@ def test_failed_kernel_of_a_guest_is_raised_on_a_thread_that_is_serving_s(cuda: 
     assert (cuda.current_stream(), recorded()) == before and not cuda.open
 
 
+def test_error_of_serving_within_a_pause_is_raised_after_a_failed_kernel_too(
+    cuda: FakeCuda, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    before = cuda.current_stream(), recorded()
+    with pytest.raises(KeyError, match="of serving"), device.running(), device.paused():
+        monkeypatch.setattr(type(cuda.stream()), "wait_stream", lambda *_: fails(None))
+        raise KeyError("of serving")
+    assert (cuda.current_stream(), recorded()) == before and not cuda.open
+
+
 def test_guest_allocates_from_its_pool_and_serving_never_does(cuda: FakeCuda, device: CudaDevice) -> None:
     looks: list[int] = []
 

@@ -38,6 +38,9 @@ def serving() -> Any:
         max_num_running_reqs=4,
         running=[],
         waiting=[],
+        kv_holding_waiting=[],
+        num_spec_tokens=0,
+        _spec_decode_step_blocks=0,
         requests={},
         kv_cache_manager=SimpleNamespace(
             block_pool=pool,
@@ -181,7 +184,7 @@ def test_guest_waits_for_running_requests_and_batches_of_async_scheduling(core: 
 
 def test_unexpected_serving_state_ends_lending_and_not_serving(core: Any, turns: StepInterleaver) -> None:
     guest: Any = turns._guest
-    new = SimpleNamespace(prompt_token_ids=None, num_computed_tokens=0)
+    new = SimpleNamespace(prompt_len=None, num_computed_tokens=0)
     strange = SimpleNamespace(total_num_scheduled_tokens=4, scheduled_new_reqs=[new], num_scheduled_tokens={"a": 4})
     turns._view._scheduled = strange
     assert turns.step(lambda: True)
@@ -343,6 +346,16 @@ def test_tokens_of_batches_in_flight_have_room_in_the_next_step(core: Any) -> No
     decoding.num_computed_tokens, decoding.num_output_placeholders = 4, 1
     core.scheduler.running.append(decoding)
     assert ServingMemory(core).wanted_blocks == 1
+
+
+def test_every_waiting_request_has_room_in_the_next_step_whatever_seats_are_free(core: Any) -> None:
+    """vLLM skips a request that cannot start, and admits the next."""
+    scheduler, memory = core.scheduler, ServingMemory(core)
+    scheduler.max_num_running_reqs = 1
+    scheduler.waiting.append(request("its adapter is not loaded"))
+    assert memory.wanted_blocks == 4 < memory.pool.blocks
+    scheduler.waiting.extend(request(f"can start {number}") for number in range(100))
+    assert memory.wanted_blocks == memory.pool.blocks, "no more than a step can get"
 
 
 def test_unexpected_serving_state_within_a_step_ends_only_lending(core: Any, turns: StepInterleaver) -> None:

@@ -46,6 +46,9 @@ class KvSharingFixture:
     def lend(self, count: int) -> list[int]:
         return self.serving.withhold(count)
 
+    def take_back(self, numbers: list[int]) -> None:
+        self.serving.release(numbers)
+
     def take_hit_bytes(self) -> int:
         return 0
 

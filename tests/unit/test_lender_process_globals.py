@@ -24,7 +24,7 @@ from vllm.utils import jit_monitor, system_utils
 from vllm.v1.worker import gpu_worker, workspace
 
 from rose.workers.lender.vllm import host_process
-from rose.workers.lender.vllm.host_process import GlobalsSwap, globals_for_build
+from rose.workers.lender.vllm.host_process import GlobalsSwap, globals_for_build, release_frames
 
 pytestmark = pytest.mark.slow
 
@@ -265,3 +265,10 @@ def test_closed_exchange_holds_no_value_of_its_guest() -> None:
     assert held() is not None
     globals_swap.close()
     assert held() is None
+
+
+def test_frames_of_errors_that_name_each_other_are_released_once() -> None:
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__context__ = second, first
+    release_frames(first)
+    assert first.__traceback__ is second.__traceback__ is None

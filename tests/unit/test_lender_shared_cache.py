@@ -102,6 +102,20 @@ def guest_views(serving: KVCacheConfig, memory: torch.Tensor, shape: Shape) -> l
     return list(found.values())
 
 
+@given(st.sampled_from([LAYERS, BLOCKS]), st.integers(1, 4), st.sets(st.integers(0, 4), min_size=1))
+def test_zeroed_blocks_are_zero_in_every_layer_and_no_other_block_is(
+    layout: KVCacheLayout, layers: int, numbers: set[int]
+) -> None:
+    config = config_of(layout, spec(16), layers, 5)
+    memory = torch.ones(config.kv_cache_tensors[0].size, dtype=torch.int8)
+    found = layout_of(config)
+    assert found is not None
+    found.zero(memory.untyped_storage(), sorted(numbers))
+    for view in views(config, memory):
+        assert {number for number in range(5) if not view[number].any()} == numbers
+        assert all(view[number].view(torch.int8).all() for number in range(5) if number not in numbers)
+
+
 SHAPES = st.builds(
     Shape,
     layout=st.sampled_from([LAYERS, BLOCKS]),

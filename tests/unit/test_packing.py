@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.logprobs import LogprobModule, pad_rows, token_logprobs
 from rose.workers.trainer.packing import MOST_PADDED, is_packed, pack_passes, packed_batches
-from rose.workers.trainer.replica import recompute_layers
+from rose.workers.trainer.ranks import Ranks
+from rose.workers.trainer.replica import Replica, recompute_layers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -34,12 +37,14 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 PADDED: dict[str, tuple[dict[str, Any], str]] = {
     "mistral": ({"sliding_window": 4096}, "masks"),
-    "gemma2": ({}, "masks"),
-    "llama4_text": ({"attention_chunk_size": 256}, "masks"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "depend"),
-    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "depend"),
+    "gemma2": ({}, "type sliding_attention"),
+    "llama4_text": ({"attention_chunk_size": 256}, "type chunked_attention"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "type conv"),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "type hybrid"),
+    "stablelm": ({}, "depend"),
     "bloom": ({"n_layer": 2, "n_head": 4}, "attention is eager"),
 }
+CALCULATOR = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 LENGTHS = 5, 31, 2, 90, 17
 
 
@@ -150,3 +155,17 @@ def test_packed_batches_are_half_full_but_for_one(lengths: list[int], budget: in
     """Of two batches that fit together, the second would not have been opened."""
     used = sorted(sum(lengths[index] for index in batch) for batch in batches_of(lengths, budget))
     assert all(2 * tokens > budget for tokens in used[1:])
+
+
+class AnotherRank(Ranks):
+    """Ranks of which another one cannot pack."""
+
+    def all_true(self, own: bool) -> bool:
+        return False
+
+
+def test_ranks_pack_together_or_not_at_all(tmp_path: Path) -> None:
+    """Otherwise the samples of a pass would differ between ranks."""
+    config = TrainerConfig(model_folder=CALCULATOR, run_folder=tmp_path)
+    assert is_packed(Replica(config).model)
+    assert not is_packed(Replica(config, AnotherRank("cpu")).model)

@@ -127,7 +127,7 @@ def test_wrong_changes_are_found_in_any_version(monkeypatch: pytest.MonkeyPatch)
     assert {wrongly_collected(now, base, version) for version in range(5)} == {"a", "b"}
 
 
-@pytest.mark.parametrize("field", ["positions", "exponents", "heavy_exponents"])
+@pytest.mark.parametrize("field", ["positions", "exponents", "heavy_exponents", "steps"])
 def test_changes_that_cannot_be_encoded_are_found_in_every_slice_of_a_version(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,10 +143,27 @@ def test_changes_that_cannot_be_encoded_are_found_in_every_slice_of_a_version(
         values = getattr(right.changes, field)
         unknown = np.flatnonzero(right.changes.codes == 0).astype(values.dtype)
         wrong = values[::-1].copy() if field == "positions" else np.resize(unknown, len(values))
+        if field == "steps":
+            wrong = np.zeros_like(values)
         now.changes[place] = replace(right, changes=replace(right.changes, **{field: wrong}))
         assert {wrongly_collected(now, base, version) for version in range(5)} == {place[0]}
         now.changes[place] = right
     assert wrongly_collected(now, base, 0) == ""
+
+
+def test_position_beyond_the_slice_is_found() -> None:
+    old = np.zeros(64, dtype=np.uint16)
+    right = codec.collect(old, old, codec.FORMATS["bfloat16"])
+    codes = right.codes.copy()
+    codes[0] = 1
+    far = replace(
+        right,
+        codes=codes,
+        positions=np.array([2**41], dtype=np.uint64),
+        exponents=np.zeros(1, dtype=np.uint8),
+        steps=np.ones(1, dtype=np.int64),
+    )
+    assert right.is_encodable(len(old)) and not far.is_encodable(len(old))
 
 
 def test_failing_kernel_stops_the_collection_and_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:

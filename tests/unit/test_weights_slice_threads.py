@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.schemas.errors import ThreadRefused
 from rose.workers.weights.slice_threads import map_slices
 
 
@@ -90,3 +91,15 @@ def test_closing_leaves_no_thread_and_computes_no_later_slice() -> None:
 def test_slices_are_computed_at_the_same_time() -> None:
     meeting = threading.Barrier(3)
     assert sorted(map_slices(lambda _: meeting.wait(20), range(3), threads=3)) == [0, 1, 2]
+
+
+def test_refused_thread_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller tries again: the version is not at fault."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(ThreadRefused):
+        list(map_slices(abs, range(4), threads=2))
+    assert list(map_slices(abs, range(4), threads=1)) == [0, 1, 2, 3]

@@ -465,11 +465,17 @@ def run_executor(
     name, weights = config.worker, weights or WeightsConfig()
     trust = make_trust(settings, config.model_id, weights)
     store = open_store(weights)
+    lease = lease or Lease()
     receiver = WeightReceiver(
-        settings, trust, shapes=shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
+        settings,
+        trust,
+        shapes=shapes,
+        store=store,
+        engine_dtype=config.dtype,
+        client_id=f"{name}-weights",
+        threads=1 if lease.lends else None,  # the cores of a lender's host are serving's
     )
     receiver.start()
-    lease = lease or Lease()
     grants = GrantFollower(settings, name, lease)
     try:
         grants.wait_until_read(stop)

@@ -4,8 +4,9 @@ Keeps true
 - A token's position is counted from the beginning of its own sequence, and the token attends to that sequence only.
 - Attention is transformers' `sdpa`, called once for each sequence without a mask, so its work and memory grow with the
   squares of the sequences' lengths, and not with the square of the pass.
-- A model computes packed passes only if its masks are causal and nothing else, and if a trial gives the logprobs of a
-  padded pass. Other models, such as those with sliding windows or recurrent layers, compute padded passes.
+- A model computes packed passes only if its layers have full attention, its masks are causal and nothing else, and a
+  trial gives the logprobs of a padded pass. Other models, such as those with sliding windows, sparse attention or
+  recurrent layers, compute padded passes.
 """
 
 from bisect import bisect_left, insort
@@ -19,6 +20,9 @@ from rose.workers.trainer.logprobs import PROBED, LogprobModule, head_of, token_
 
 IMPLEMENTATION = "rose_packed"
 """The name under which transformers knows the attention of packed passes."""
+
+PADDED = "sdpa"
+"""The attention of a padded pass, which a packed pass computes for each sequence."""
 
 MOST_PADDED = 16
 """Most padded tokens of a packed pass, over the tokens of a pass: an algorithm sees padded rows of logprobs."""
@@ -39,9 +43,14 @@ def pack_passes(model: Any) -> str | None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
+    if is_packed(model):
+        return None
     before = model.config._attn_implementation
-    if before != "sdpa":
+    if before != PADDED:
         return f"its attention is {before}"
+    others = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - {"full_attention"}
+    if others:  # the trial is too short for some, and the weights of others may be zero now
+        return f"it has layers of the type {min(others)}"
     if head_of(model) is None:
         return "its head cannot be applied apart"
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
@@ -51,8 +60,14 @@ def pack_passes(model: Any) -> str | None:
     except Exception as error:  # noqa: BLE001  models raise any type for arguments that they do not know
         reason = str(error) or type(error).__name__
     if reason is not None:
-        model.set_attn_implementation(before)
+        pad_passes(model)
     return reason
+
+
+def pad_passes(model: Any) -> None:
+    """Have a model that `pack_passes` was called with compute padded passes."""
+    if is_packed(model):
+        model.set_attn_implementation(PADDED)
 
 
 def _trial(model: Any) -> str | None:

@@ -29,7 +29,7 @@ from rose.workers.trainer.checkpoint import Checkpoints, Progress
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.logprobs import LogprobModule
 from rose.workers.trainer.optimizer import make_optimizer, make_schedule
-from rose.workers.trainer.packing import pack_passes
+from rose.workers.trainer.packing import pack_passes, pad_passes
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.ranks import ALONE, FailedOnARank, Ranks
 from rose.workers.trainer.step import StepMetrics, dry_run_group, dry_run_policy, train_step
@@ -68,8 +68,10 @@ class Replica:
         """The policy under the names of its folder."""
         self.tensors.check_values()
         ranks.require_alike(self.tensors.folder_digest, "model folders")
-        if reason := pack_passes(self.model):
-            log.info("passes_padded", reason=reason)
+        reason = pack_passes(self.model)
+        if not ranks.all_true(reason is None):
+            pad_passes(self.model)
+            log.info("passes_padded", reason=reason or "another rank cannot pack them")
         torch.manual_seed(config.seed)
         if not ranks.grouped:
             self.model.to(ranks.device)  # FSDP2 moves each layer's rows, as the whole model may not fit on one GPU

@@ -54,12 +54,13 @@ class Assembly:
     """Applies versions one after another to a copy of `start`.
 
     `start`: the version to build on; None begins with an anchor. `shard`: the part of each tensor that is needed; None
-    means all.
+    means all. `threads`: see `map_slices`.
     """
 
-    def __init__(self, start: Assembled | None, shard: Mapping[str, Box] | None) -> None:
+    def __init__(self, start: Assembled | None, shard: Mapping[str, Box] | None, *, threads: int | None = None) -> None:
         self.done = start.copy() if start is not None else Assembled({})
         self._shard = shard
+        self._threads = threads
 
     def add(self, manifest: WeightManifest, fetch: Fetch) -> None:
         """Fetch, decode and apply the version of a checked manifest.
@@ -77,7 +78,7 @@ class Assembly:
                 _check_base(base, name, piece)
         with (
             closing(_gather(changed, fetch, manifest)) as gathered,
-            closing(map_slices(partial(_decode, base, manifest), gathered)) as results,
+            closing(map_slices(partial(_decode, base, manifest), gathered, threads=self._threads)) as results,
         ):
             decoded = dict(results)
         if len(decoded) < len(changed):

@@ -30,7 +30,7 @@ def wrongly_collected(now: Snapshot, base: Snapshot, version: int) -> str:
     """
     places: dict[str, list[Place]] = {}
     for place, collected in now.changes.items():
-        if not collected.changes.is_encodable:
+        if not collected.changes.is_encodable(place[1].elements):
             return place[0]
         if collected.base_digest == base.digests[place] != now.digests[place]:
             places.setdefault(now.specs[place[0]].dtype, []).append(place)

@@ -2,7 +2,7 @@
 
 Keeps true
 - Changes name the digest of the words from which they lead, so that they are used on that base alone.
-- A failure costs the changes and never the version: the host has all words, and encodes from them.
+- A failure that is noticed costs the changes and not the version: the host has all words, and encodes from them.
 - Triton is imported at the first tensor on a GPU, and nowhere else.
 
 The collector keeps one copy of the published weights on the GPU, of this rank's part with FSDP2. While a tensor is

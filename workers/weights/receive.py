@@ -157,6 +157,7 @@ class WeightReceiver:
         store: AnchorStore | None = None,
         engine_dtype: str | None = None,
         client_id: str = "rose-weights",
+        threads: int | None = None,
     ) -> None:
         """`trust`: decides which versions are taken.
 
@@ -164,6 +165,7 @@ class WeightReceiver:
 
         `shard`: the part of each tensor that this receiver needs (`layout.shard_of`); None means all. `store`: the
         anchor store of the trainer. `engine_dtype`: the element type that must hold every value exactly, if given.
+        `threads`: threads that decode; None: half of the cores, at most 8.
 
         Raises UsageError if the broker authenticates clients and `trust` has no key.
         """
@@ -178,6 +180,7 @@ class WeightReceiver:
         self._store = store
         self._engine_dtype = engine_dtype
         self._client_id = client_id
+        self._threads = threads
         self._changed = Condition()
         self._staged: StagedVersion | None = None
         self._current: Assembled | None = None
@@ -331,7 +334,9 @@ class WeightReceiver:
         Returns the refusals to count.
         """
         started, fetched_before = perf_counter(), self._fetched_bytes
-        assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._shard)
+        assembly = Assembly(
+            None if path[0].manifest.base_version is None else self._current, self._shard, threads=self._threads
+        )
         taken: tuple[Placed, WeightManifest] | None = None
         failure: tuple[Placed, VersionRefused] | None = None
         for placed in path:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from rose.schemas.errors import ThreadRefused, is_start_refused
+
 Slice = TypeVar("Slice")
 Result = TypeVar("Result")
 
@@ -25,9 +27,13 @@ def map_slices(
 ) -> Generator[Result, None, None]:
     """Yield `function` of each slice. A caller that may leave early closes the generator.
 
-    `threads`: None stands for THREADS. Raises what `function` and `slices` raise.
+    `threads`: None stands for THREADS; with 1 no thread is started. Raises what `function` and `slices` raise, and
+    ThreadRefused.
     """
     threads = THREADS if threads is None else threads
+    if threads == 1:
+        yield from map(function, slices)
+        return
     under_way: deque[Future[Result]] = deque()
     source = iter(slices)
     with ThreadPoolExecutor(threads, thread_name_prefix="rose-slices") as pool:
@@ -40,8 +46,21 @@ def map_slices(
                 while under_way:
                     yield under_way.popleft().result()
                 raise
-            under_way.append(pool.submit(function, one))
-            if len(under_way) > threads:
+            under_way.append(_submit(pool, function, one))
+            while under_way and (len(under_way) > threads or under_way[0].done()):
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
+
+
+def _submit(pool: ThreadPoolExecutor, function: Callable[[Slice], Result], one: Slice) -> Future[Result]:
+    """Start to compute on a slice. Raises ThreadRefused."""
+    try:
+        return pool.submit(function, one)
+    except RuntimeError as error:
+        if is_start_refused(error):
+            raise ThreadRefused from error
+        # Python gives no work to a pool once the program has ended, when a last version may still be published.
+        computed: Future[Result] = Future()
+        computed.set_result(function(one))
+        return computed

@@ -4,7 +4,7 @@ Keeps true
 - A buffer is mapped and registered once, and anew only if it has grown: registration takes long. Copies from registered
   memory to the GPU run beside the host.
 - Memory is registered no longer than it is mapped, and no longer than its `WeightMappings` exists.
-- Without a GPU nothing is kept: a buffer is mapped for each version.
+- Without a GPU, or where nothing is to be registered, nothing is kept: a buffer is mapped for each version.
 """
 
 import mmap
@@ -25,13 +25,17 @@ BUFFERS = 2
 class WeightMappings:
     """Mappings of the weight buffers that an engine reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, registers: bool = True) -> None:
+        """`registers`: whether buffers are registered with CUDA. This may take seconds for a buffer."""
+        self._registers = registers
         self._mapped: dict[int, tuple[mmap.mmap, Callable[[], object]]] = {}
         """Mapping and end of its registration, by the inode of the buffer; the mapping that was used last is last."""
 
     def tensors(self, staged: StagedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of a version. The tensors keep their memory mapped."""
-        return staged.within(self._memory(staged.descriptor)) if torch.cuda.is_available() else iter(staged)
+        if self._registers and torch.cuda.is_available():
+            return staged.within(self._memory(staged.descriptor))
+        return iter(staged)
 
     def _memory(self, descriptor: int) -> mmap.mmap:
         buffer = os.fstat(descriptor)
@@ -62,5 +66,6 @@ def _register(owner: WeightMappings, memory: mmap.mmap) -> Callable[[], object]:
 
 
 def _unregister(memory: mmap.mmap, address: int) -> None:
-    """End the registration of `memory`, which is mapped until then."""
+    """End the registration of `memory`, which is mapped until then, once no copy reads it."""
+    torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -110,6 +110,8 @@ class InProcessBackend:
 
     ranks = 1
     engine_arguments: Mapping[str, Any] = {"distributed_executor_backend": InProcessExecutor}
+    registers_buffers = True
+    """Whether weight buffers are registered with CUDA (`weight_mappings`)."""
 
     def __init__(self) -> None:
         self._executor: InProcessExecutor | None = None
@@ -123,7 +125,7 @@ class InProcessBackend:
         """Prepare the loaded model for changes of its weights; `shapes`: by Hugging Face name."""
         worker = in_process_worker(core)
         patch_runner(worker.model_runner)
-        return PolicyWeights(worker, folder, shapes)
+        return PolicyWeights(worker, folder, shapes, registers=self.registers_buffers)
 
     def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
         """Call `hook` before each attention layer, before the logits and before the sampling."""

@@ -32,7 +32,7 @@ from rose.workers.executor.vllm.loader_copies import (
 from rose.workers.weights.folder_names import BITS
 
 PIECE_BYTES = 32 << 20
-"""Most bytes of parameters in one piece: copied to a GPU in about a millisecond."""
+"""Most bytes of parameters in one piece."""
 
 MEMORY_PART = 4
 """A model's bytes over the bytes of its staging memory. A quarter holds the changes of 8 % of bfloat16 weights."""

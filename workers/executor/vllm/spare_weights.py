@@ -29,7 +29,7 @@ PIECE_ELEMENTS = 1 << 21
 """Most elements of one piece: packed in about a millisecond, copied in half a millisecond."""
 
 
-def is_packed(model: nn.Module) -> bool:
+def has_packed_weights(model: nn.Module) -> bool:
     """Return whether a layer of the model computes with a packed copy of its weight."""
     linear = nn.functional.linear  # vLLM's function for a layer that is not packed
     return any(layer.__dict__.get(PACKED, linear) is not linear for layer in model.modules())

@@ -38,7 +38,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from rose.workers.executor.ipc.engine_client import StagedTensors
 from rose.workers.executor.ipc.weight_mappings import WeightMappings
 from rose.workers.executor.vllm.in_place_weights import MEMORY_PART, InPlaceWeights
-from rose.workers.executor.vllm.spare_weights import SpareWeights, first_not_finite, is_packed, tensors_equal
+from rose.workers.executor.vllm.spare_weights import SpareWeights, first_not_finite, has_packed_weights, tensors_equal
 from rose.workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
 from rose.workers.weights.folder_names import COMPUTED
 from rose.workers.weights.model_folder import folder_tensors, held_tensors
@@ -225,14 +225,19 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 class PolicyWeights:
     """The weights of one model runner, which may hold one rank's shard of a model."""
 
-    def __init__(self, worker: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`worker`: vLLM's worker. `shapes`: shapes of the folder's tensors."""
+    def __init__(
+        self, worker: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]], *, registers: bool = True
+    ) -> None:
+        """`worker`: vLLM's worker. `shapes`: shapes of the folder's tensors.
+
+        `registers`: whether weight buffers are registered with CUDA (`weight_mappings`).
+        """
         self._worker = worker
         self._folder = folder
         self._shapes = shapes
         self._held = folder_tensors(folder)
         self._dtype: torch.dtype = worker.model_config.dtype
-        self._buffers = WeightMappings()
+        self._buffers = WeightMappings(registers=registers)
         self._writer: WeightWriter | None = None
         self._serving: dict[str, Tensor] | None = None
         """The version that serves, while the writer may need it again; None for the folder's weights."""
@@ -286,7 +291,7 @@ class PolicyWeights:
     def _make_writer(self) -> WeightWriter:
         model = self._worker.get_model()
         layer = transforming_layer(model)
-        if is_packed(model):
+        if has_packed_weights(model):
             if layer:
                 raise EngineStartError(
                     f"on a CPU a new policy version cannot be written into {layer}: take a policy without experts and "
@@ -301,7 +306,7 @@ class PolicyWeights:
         except torch.OutOfMemoryError as error:
             raise EngineStartError(
                 f"no memory is left to stage versions of {self._folder} (1/{MEMORY_PART} of its weights): set a "
-                "lower gpu_memory_utilization in executor.vllm"
+                "lower gpu_memory_utilization in executor.vllm, or of the server that lends"
             ) from error
 
     def stage(self, version: dict[str, Tensor]) -> Iterator[None]:

@@ -34,6 +34,9 @@ from rose.workers.lender.vllm.kv_sharing import KvPool, KvSharing, ServingMemory
 from rose.workers.lender.vllm.shared_cache import CacheLayout, CacheView, GuestBackend, SharedCacheBackend
 from rose.workers.lender.vllm.tp_driver import TpBackend, TpDriver
 
+NULL_BLOCK = 0
+"""vLLM's block for no tokens, in serving's view and the guest's."""
+
 SIZE_GROWTH = 4
 """Ratio of each step size to the size before."""
 
@@ -198,6 +201,9 @@ class GuestBuild:
             self._globals.close()
             raise
         try:
+            if shared:
+                with self._globals.as_guest():
+                    self._serving.zero([NULL_BLOCK])  # serving reads it where a window has left blocks behind
             engine.set_layer_hook(partial(_before_layer, self._globals.device, self._layer_hook))
             sharing = KvSharing(self._serving, engine, pool, self._config, shared=shared)
         except Exception:

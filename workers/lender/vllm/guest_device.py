@@ -1,22 +1,24 @@
 """The guest's part of a device: a stream, a pool of the allocator, and a bound on the queue of the stream.
 
 Keeps true, on a GPU
-- The kernels of a guest run on one stream, which serving never launches on. vLLM's record of a thread's stream agrees.
+- The kernels of a guest's model run on one stream, which serving never launches on. vLLM's record of a thread's stream
+  agrees.
 - The thread of serving goes back to serving only when the guest's stream is idle. So a KV block that serving gets back
-  has no write of the guest before it, no kernel of the guest runs beside a kernel of serving's step, and the time that
-  the thread measures is the time of the device.
+  has no write of the guest before it, no kernel of the guest's model runs beside a kernel of serving's step, and the
+  time that the thread measures is the time of the device.
 - A guest's kernels come after all that serving has launched.
 - Between two layers of a guest's step, the kernels of one layer at most are in the queue.
 - Serving allocates no memory of the guest's pool, and the guest's memory goes back to the device when the guest ends.
 
-A build is the exception to the second rule: its thread goes on between two pieces (`host_process`), so its kernels may
-run beside those of serving. A build writes to no block of a request.
+There are two exceptions to the second rule, and both write to no block of a request. The thread of a build goes on
+between two pieces (`host_process`), so kernels of a build may run beside those of serving. A version is staged on a
+stream of its own (`in_place_weights`), so its copies and comparisons may, too.
 
 The guest's stream has the lowest priority that there is. Serving's stream has the same: vLLM asks for no higher one.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -106,8 +108,8 @@ class CudaDevice(GuestDevice):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Make serving's thread launch and allocate for the guest. Raises RuntimeError if a kernel has failed."""
-        self._enter()
         try:
+            self._enter()
             yield
         finally:
             self._leave()
@@ -118,8 +120,11 @@ class CudaDevice(GuestDevice):
         self._leave()
         try:
             yield
-        finally:
-            self._enter()
+        except BaseException:  # an error of serving, which CUDA's own error must not hide
+            with suppress(RuntimeError):
+                self._enter()
+            raise
+        self._enter()
 
     def before_layer(self) -> None:
         """Wait for the kernels of all layers but the newest."""

@@ -105,9 +105,13 @@ WORKSPACES = (
     ("vllm.v1.attention.backends.mla.flashinfer_mla", "_fi_workspace"),
     ("vllm.v1.attention.backends.mla.flashinfer_mla", "_fi_multi_ctas_kv_counter"),
     ("vllm.v1.attention.backends.mla.flashinfer_mla_sparse", "_fi_sparse_workspace"),
+    ("vllm.v1.sample.ops.topk_topp_triton", "_TRITON_BUFFER_CACHE"),
+    ("vllm.v1.sample.ops.topk_topp_triton", "_TRITON_SPLIT_CACHE"),
+    ("vllm.v1.sample.ops.topk_topp_triton", "_TRITON_TABLE_CACHE"),
 )
-"""Buffers of FlashInfer's kernels, by module and name; a module is there only if serving uses FlashInfer. The guest
-makes buffers of its own: while it is built, its kernels may run beside those of serving."""
+"""Buffers of FlashInfer's kernels and of vLLM's sampler, by module and name; FlashInfer's modules are there only if
+serving uses them. The guest makes buffers of its own: while it is built, its kernels may run beside those of serving.
+"""
 
 TP_GROUP = parallel_state, "_TP"
 """The one of SWAPPED_NAMES that is exchanged only if serving's worker has joined its groups in this process. Otherwise
@@ -128,8 +132,8 @@ class GlobalsSwap:
         workspaces = [(sys.modules[module], name) for module, name in WORKSPACES if module in sys.modules]
         self._exchanged += workspaces
         self._names = self._current_values()
-        for buffer in workspaces:
-            self.set(*buffer, None)
+        for module, name in workspaces:
+            self.set(module, name, {} if isinstance(getattr(module, name), dict) else None)
         self._generators = _generators()
         self._seed_sources = _seed_sources()
         self._build = _build_state()
@@ -283,7 +287,9 @@ def _set_seed_sources(states: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def release_frames(error: BaseException | None) -> None:
     """Empty the frames of an error and of its causes, which may hold a guest's model."""
-    while error is not None:
+    released: set[int] = set()
+    while error is not None and id(error) not in released:
+        released.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

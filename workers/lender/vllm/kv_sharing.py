@@ -18,7 +18,7 @@ The decisions are those of `rose.workers.lender.kv_budget`. Units: blocks, unles
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -190,6 +190,17 @@ class ServingMemory:
             self._was_lent.update(numbers)
         return numbers
 
+    def take_back(self, numbers: Sequence[int]) -> None:
+        """Give lent blocks back to serving. On a GPU they are zeroed first; on a CPU when a request gets them."""
+        if not current_platform.is_cpu():
+            self.zero(numbers)
+        self.pool.release(numbers)
+
+    def zero(self, numbers: Sequence[int]) -> None:
+        """Zero blocks of a cache in this process, on the current stream."""
+        if numbers and self.layout is not None and self.runner is not None:
+            self.layout.zero(self.runner.kv_caches[0].untyped_storage(), numbers)
+
     def _zero_lent_blocks(self, lent: set[int]) -> None:
         """Have serving's runners zero a block of `lent` when a request gets the block.
 
@@ -208,25 +219,33 @@ class ServingMemory:
 
     @property
     def wanted_blocks(self) -> int:
-        """Most blocks that the next step may take, for running requests and for waiting requests that can start.
+        """Most blocks that the next step may take, for running and waiting requests; never more than a step can get.
 
-        With speculative decoding a step also takes slots for drafted tokens. A request whose prefix another engine
-        sends holds the blocks of the prefix already (`kv_holding_waiting`).
+        All waiting requests count, whatever seats are free: vLLM skips a request that cannot start (its adapter,
+        grammar or prefix is not there) for the next one, and starts to receive prefixes without a seat. With
+        speculative decoding a step also takes slots for drafted tokens. A request whose prefix another engine sends
+        holds the blocks of the prefix already (`kv_holding_waiting`).
         """
         scheduler, running = self._scheduler, self._scheduler.running
         drafted = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens if scheduler.num_spec_tokens else 0
         blocks: int = scheduler._spec_decode_step_blocks
-        if scheduler.waiting:
+        most = self.pool.blocks - self.pool.used
+        if scheduler.waiting or scheduler.kv_holding_waiting:
             blocks += self._manager.watermark_blocks
         for request in chain(running, scheduler.kv_holding_waiting):
             tokens = request.num_tokens + request.num_output_placeholders + drafted  # placeholders: batches in flight
             blocks += self._blocks_of(tokens) - self._blocks_of(request.num_computed_tokens)
-        for request in islice(scheduler.waiting, scheduler.max_num_running_reqs - len(running)):
+        for request in scheduler.waiting:
+            if blocks >= most:  # a queue may be long
+                break
             blocks += self._blocks_of(request.num_tokens + drafted)
-        return blocks
+        return min(blocks, most)
 
     def _blocks_of(self, tokens: int) -> int:
-        """Return the blocks of a request in all groups of layers, also those that a window has left behind."""
+        """Return the blocks of a request in all groups of layers, also those that a window has left behind.
+
+        The blocks of drafted states in recurrent layers do not count: a cache with such layers is never lent.
+        """
         return sum(-(-tokens // size) for size in self._manager.coordinator.group_block_sizes)
 
     def take_hit_bytes(self) -> int:
@@ -326,7 +345,7 @@ class KvSharing:
         guest, serving = self._guest, self._serving
         given_back = guest.limit(self._budget_blocks, self._shares.kept_bytes // guest.block_bytes)
         if self._shared:
-            serving.pool.release(given_back)
+            serving.take_back(given_back)
         if (missing := self._budget_blocks - guest.used - guest.free) > 0:
             guest.release(serving.lend(missing) if self._shared else guest.withheld[-missing:])
 
@@ -365,7 +384,7 @@ class KvSharing:
 
     def close(self) -> None:
         """Give all KV memory to serving, because the guest is gone."""
-        self._serving.pool.release(self._serving.pool.withheld)
+        self._serving.take_back(self._serving.pool.withheld)
 
     def _usage(self) -> KvUsage:
         serving, guest = self._serving.pool, self._guest

@@ -5,8 +5,10 @@ Keeps true
   whichever view they belong to. Block 0 is vLLM's null block in both views: it holds no token, and the build of a guest
   may write to it.
 - The guest's view has no memory of its own: its build, its growth, a cut and its end allocate, copy and free nothing.
-- Serving reads no byte of a guest's turn: on a CPU, whose kernel reads whole blocks, a block that was lent is zeroed
-  when a request of serving gets it. (No guest runs on a GPU yet.)
+- Serving reads no byte of a guest's turn, which may be NaN as a number of serving's type: kernels read whole blocks,
+  and weight the entries behind a request's last token with 0. On a CPU a lent block is zeroed when a request of serving
+  gets the block, unless a connector fills the block, which must be whole then. On a GPU a block is zeroed when the
+  guest gives the block back, and block 0 after a build.
 - A guest whose cache cannot be such a view has a cache of its own. So has a guest beside a cache with recurrent states
   (Mamba), whose blocks vLLM does not zero and does not name when they are taken.
 
@@ -93,6 +95,12 @@ class CacheLayout:
             raise NotShared(f"its blocks do not fit: give the server a --block-size {times} times as large, or more")
         fitting = BLOCK_STEP * (self.width // least_bytes)
         return int(min(fitting, MOST_BLOCK_TOKENS, -(-longest_tokens // BLOCK_STEP) * BLOCK_STEP))
+
+    def zero(self, storage: torch.UntypedStorage, numbers: Sequence[int]) -> None:
+        """Zero blocks of serving in the allocation, on the current stream."""
+        memory = torch.empty(0, dtype=torch.int8, device=storage.device).set_(storage)
+        blocks = memory.as_strided((self.regions, self.blocks, self.width), (self.region_stride, self.width, 1))
+        blocks.index_fill_(1, torch.tensor(numbers, device=storage.device), 0)
 
     def view(self, layers: Sequence[str], page_bytes: int) -> list[KVCacheTensor]:
         """Return the places of a guest's layers, whose blocks have `page_bytes` bytes a layer."""
@@ -252,6 +260,8 @@ class GuestExecutor(SharedCacheExecutor, InProcessExecutor):
 
 class GuestBackend(InProcessBackend):
     """Runs the guest's model in serving's process."""
+
+    registers_buffers = False  # serving would wait for the registration of a whole buffer
 
     def __init__(self, layout: CacheLayout | None, view: CacheView | None) -> None:
         """`layout`: that of serving's cache. `view`: None if serving's cache is in another process."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rose.schemas.errors import RoseError
 from rose.workers.weights.codec import kernels
-from rose.workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, codes_of, table_of, valid
+from rose.workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, LIGHT_MOST, codes_of, table_of, valid
 from rose.workers.weights.codec.range_coder import encoder, fresh_bits
 
 Words = NDArray[Any]
@@ -81,12 +81,17 @@ class Changes:
     heavy_steps: NDArray[np.signedinteger[Any]]
     """Step of each heavy element; 0 for an unchanged element."""
 
-    @property
-    def is_encodable(self) -> bool:
-        """Whether `encode_delta` stays within its arrays: it checks nothing, and a GPU may have collected nonsense."""
+    def is_encodable(self, size: int) -> bool:
+        """Whether `encode_delta` stays within its arrays: it checks nothing, and a GPU may have collected nonsense.
+
+        `size`: elements of the slice.
+        """
         event_codes = self.codes[self.exponents]
         return bool(
-            ((event_codes > 0) & (event_codes != HEAVY_CODE)).all()
+            len(self.positions) + len(self.heavy_steps) <= size
+            and (self.positions <= size * LIGHT_MOST).all()
+            and (self.steps != 0).all()
+            and ((event_codes > 0) & (event_codes != HEAVY_CODE)).all()
             and (self.codes[self.heavy_exponents] == HEAVY_CODE).all()
             and (self.positions[1:] >= self.positions[:-1]).all()
         )

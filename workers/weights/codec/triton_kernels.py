@@ -189,4 +189,4 @@ def _on_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream().synchronize()
-    return [copy.numpy() for copy in copies]
+    return [copy.numpy().copy() for copy in copies]  # torch reuses the pinned memory for the next tensor
