@@ -19,10 +19,9 @@ from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
 from rose.schemas.turns import TurnRequest, context_fields
 from rose.schemas.wire import EncodedRecord, encoded, headers_of
-from rose.topics import tracing
+from rose.topics import counts, tracing
 from rose.topics.admin import create_topics
 from rose.topics.catalog import REQUESTED, Partitions, Topic
-from rose.topics.metrics import WRITTEN, counter_of
 from rose.topics.writer import Writer
 from tests.support.otlp_collector import collector
 
@@ -57,7 +56,7 @@ class Blind(Writer):
             partition,
             own_headers,
             on_delivery,
-            counter_of(WRITTEN, topic).inc,
+            counts.written(topic),
         )
 
 

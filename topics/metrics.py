@@ -1,29 +1,47 @@
 """Prometheus metrics of the bus, which every role exports, and the registration of a role's own metrics.
 
 Keeps true
-- The label of a topic is its name in the catalog, without the namespace of a run.
 - A process exports only the metrics of its own role. Roles may be forked from one process that has imported all role
   modules, so each module declares its metrics in a registry of its own. The registry is registered while the role runs,
   so stale values are not exported.
 """
 
-from functools import cache
+from collections.abc import Iterable
 
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rose.topics.catalog import Topic
-
-WRITTEN = Counter("rose_bus_written_records", "Records that the broker has stored, by topic.", ["topic"])
-READ = Counter("rose_bus_read_records", "Records handed out by readers, by topic.", ["topic"])
-DEAD_LETTERS = Counter("rose_bus_dead_letters", "Dead letters stored, by the topic of the message.", ["topic"])
+from rose.topics import counts
 
 
-@cache  # `labels` would take longer than the count itself
-def counter_of(counter: Counter, topic: Topic) -> Counter:
-    """Return one of these counters for a topic; from now on the process exports it, beginning with 0."""
-    return counter.labels(topic.name)
+class BusCollector(Collector):
+    """Exports the counts of `topics/counts.py`."""
 
+    def collect(self) -> Iterable[Metric]:
+        """Called at each scrape, on the thread of the metrics server."""
+        counted = counts.WRITTEN, counts.READ, counts.DEAD_LETTERS
+        for family, by_topic in zip(self.describe(), counted, strict=True):
+            for topic, value in counts.values(by_topic):
+                family.add_metric([topic], value)
+            yield family
+
+    @staticmethod
+    def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, CounterMetricFamily]:
+        """Empty metric families, which `collect` fills."""
+        topic = ["topic"]
+        return (
+            CounterMetricFamily(
+                "rose_bus_written_records", "Records that the broker has stored, by topic.", labels=topic
+            ),
+            CounterMetricFamily("rose_bus_read_records", "Records handed out by readers, by topic.", labels=topic),
+            CounterMetricFamily(
+                "rose_bus_dead_letters", "Dead letters stored, by the topic of the message.", labels=topic
+            ),
+        )
+
+
+REGISTRY.register(BusCollector())
 
 _registered: set[Collector] = set()
 

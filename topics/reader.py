@@ -29,6 +29,7 @@ from confluent_kafka.admin import AdminClient
 from rose.schemas.errors import RecordError, ThreadRefused
 from rose.schemas.record import Record
 from rose.schemas.wire import decode
+from rose.topics import counts
 from rose.topics.catalog import LOG_GROUP, Topic
 from rose.topics.errors import (
     AUTHORIZATION_CODES,
@@ -39,7 +40,6 @@ from rose.topics.errors import (
     is_transient,
 )
 from rose.topics.idle_consumer import IdleConsumer
-from rose.topics.metrics import DEAD_LETTERS, READ, counter_of
 from rose.topics.processes import start_thread
 from rose.topics.queries import (
     COORDINATOR_SECONDS,
@@ -390,7 +390,7 @@ class Reader:
     def _register_topics(self, topics: Iterable[Topic]) -> None:
         known = {self._settings.topic(topic): topic for topic in topics}
         for topic in known.values():
-            counter_of(DEAD_LETTERS, topic)  # exported as 0, so the first dead letter shows as an increase
+            counts.dead_letters(topic)  # exported as 0 from the start, so the first dead letter shows as an increase
         self._topics.update(known)
 
     def _assign_places(self, places: Mapping[Place, int]) -> None:
@@ -434,7 +434,7 @@ class Reader:
                 return None  # librdkafka reconnects by itself
             raise BusError(f"reading {name or 'the log'}", error, f"Read on topic {name}", self.right_to_group)
         topic, raw = self._topics[name], raw_of(message)
-        counter_of(READ, topic).inc()
+        counts.read(topic).inc()
         place = topic, message.partition(), message.offset()
         record: Record | None = None
         if raw.value is not None:

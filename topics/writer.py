@@ -26,12 +26,11 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer, Topic
 from rose.schemas.errors import ThreadRefused
 from rose.schemas.record import Record
 from rose.schemas.wire import EncodedRecord, encoded, headers_of
-from rose.topics import tracing
+from rose.topics import counts, tracing
 from rose.topics.admin import connect
 from rose.topics.catalog import DEAD_LETTERS_TRANSACTIONAL_ID, PROMPTS, Topic
 from rose.topics.dead_letters import DeadLetter, to_dead_letter
 from rose.topics.errors import REJECTED_RECORD_CODES, BusError
-from rose.topics.metrics import DEAD_LETTERS, WRITTEN, counter_of
 from rose.topics.processes import start_thread
 from rose.topics.queries import noop, partition_count
 from rose.topics.reader import Reader
@@ -136,22 +135,20 @@ class Writer:
         message_headers = [*headers_of(ready.record, trajectory_id), *(headers or {}).items()]
         if tracing.exporter is not None and trajectory_id is not None:
             tracing.exporter.on_written(ready.record, name)
-        self._produce(
-            name, key.encode(), ready.wire, partition, message_headers, on_delivery, counter_of(WRITTEN, topic).inc
-        )
+        self._produce(name, key.encode(), ready.wire, partition, message_headers, on_delivery, counts.written(topic))
 
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
     ) -> None:
         """Write a tombstone, which deletes the key."""
         self._produce(
-            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counter_of(WRITTEN, topic).inc
+            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counts.written(topic)
         )
 
     def forward(self, topic: Topic, raw: RawMessage, *, partition: int, key: bytes | None) -> None:
         """Write a message unchanged to another partition, under this key."""
-        headers, count = list(raw.headers), counter_of(WRITTEN, topic).inc
-        self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, count)
+        headers, counted = list(raw.headers), counts.written(topic)
+        self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, counted)
 
     def dead_letter(
         self,
@@ -166,9 +163,8 @@ class Writer:
         `sent_back`: whether to note that the message was sent back. See `topics/dead_letters.py`.
         """
         letter = to_dead_letter(message, reason, topic=self._settings.topic(message.topic), sent_back=sent_back)
-        name = f"{self._settings.namespace}{message.topic.dead_letters}"
-        count = counter_of(DEAD_LETTERS, message.topic).inc
-        self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, count)
+        name, counted = f"{self._settings.namespace}{message.topic.dead_letters}", counts.dead_letters(message.topic)
+        self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, counted)
 
     def partition_count(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
@@ -360,14 +356,14 @@ class Writer:
         partition: int | None,
         headers: list[tuple[str, bytes]],
         on_delivery: Callable[[int, int], None] | None,
-        count: Callable[[], None],
+        counted: counts.Count,
     ) -> None:
         def delivered(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 self._failure = error, name
                 return
             self._stored += 1
-            count()
+            counted.inc()
             if on_delivery is not None:
                 on_delivery(message.partition(), message.offset())
 

@@ -37,9 +37,9 @@ from rose.schemas.cells import CellSummary
 from rose.schemas.errors import RecordError, RoseError, UsageError
 from rose.schemas.grants import CapacityGrant, GrantSource, grant_key, parse_grant_key
 from rose.schemas.wire import decode
+from rose.topics import counts
 from rose.topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
 from rose.topics.health import HEALTH
-from rose.topics.metrics import READ, counter_of
 from rose.topics.records import Envelope, InvalidMessage, RawMessage
 from rose.topics.settings import BusSettings
 from rose.topics.table_follower import TableFollower
@@ -207,7 +207,7 @@ class ControlApp:
             )
             self._writer.dead_letter(invalid, str(error))
             return
-        counter_of(READ, SUMMARIES).inc()
+        counts.read(SUMMARIES).inc()
         backlog = self.faust.consumer.highwater(message.tp) - 1 - message.offset
         if backlog < MAX_BACKLOG_SUMMARIES * summary.cells:
             self._core.on_summary(summary, self._clock())

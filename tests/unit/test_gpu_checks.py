@@ -91,7 +91,7 @@ def test_dry_run_of_two_checks_prints_one_object_and_needs_torch_and_msgspec_alo
     found = json.loads(ran.stdout)
     assert [(result["name"], result["state"]) for result in found["results"]] == [("B", "done"), ("C", "done")]
     assert found["results"][0]["rows"][0]["errno"] == "none"
-    assert [(check["name"], check["value"]) for check in found["checks"]] == [("exchanged_logits_off", 0)]
+    assert [(check["name"], check["value"]) for check in found["checks"]] == [("in_place_logits_off", 0)]
     names = set(loaded.read_text(encoding="utf-8").split())
     assert {"torch", "transformers", "msgspec"} <= names
     assert names.isdisjoint(LACKING)
