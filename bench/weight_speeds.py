@@ -78,7 +78,7 @@ class Rate:
     """Dense gigabytes per second."""
 
     processor: float
-    """Of processor time, of all threads."""
+    """Processor time of all threads."""
     wall: float
 
 

@@ -45,7 +45,7 @@ DAY = 24 * HOUR
 
 
 class PartitionSetting(Enum):
-    """Setting from which a topic has its number of partitions; its name is that of the field of `Partitions`."""
+    """Setting from which a topic has its number of partitions."""
 
     HOME = "home_partitions"
     SLOTS = "inbox_slots"
@@ -67,11 +67,18 @@ class Partitions:
 
     def count_of(self, setting: PartitionSetting) -> int:
         """Return the number of partitions that a setting gives."""
-        return 1 if setting is PartitionSetting.ONE else int(getattr(self, setting.name.lower()))
+        return {
+            PartitionSetting.HOME: self.home,
+            PartitionSetting.SLOTS: self.slots,
+            PartitionSetting.SAMPLES: self.samples,
+            PartitionSetting.CHUNKS: self.chunks,
+            PartitionSetting.CELLS: self.cells,
+            PartitionSetting.ONE: 1,
+        }[setting]
 
 
 class RetentionSetting(Enum):
-    """The setting for the retention of a topic; its name is that of the field of `Retention`."""
+    """The setting for the retention of a topic."""
 
     PROMPTS = "prompts_retention_seconds"
     TURNS = "turns_retention_seconds"
@@ -106,7 +113,16 @@ class Retention:
 
     def seconds_of(self, setting: RetentionSetting) -> float:
         """Return the retention in seconds that this setting names."""
-        return float(getattr(self, setting.name.lower()))
+        return {
+            RetentionSetting.PROMPTS: self.prompts,
+            RetentionSetting.TURNS: self.turns,
+            RetentionSetting.SAMPLES: self.samples,
+            RetentionSetting.OUTCOMES: self.outcomes,
+            RetentionSetting.WEIGHTS: self.weights,
+            RetentionSetting.DISPATCHES: self.dispatches,
+            RetentionSetting.HEARTBEATS: self.heartbeats,
+            RetentionSetting.DEAD_LETTERS: self.dead_letters,
+        }[setting]
 
 
 DEFAULT_RETENTION = Retention()

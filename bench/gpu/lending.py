@@ -111,7 +111,7 @@ def guest_beside_server(report: Report) -> None:
             for number in range(2 * len(PROMPTS)):
                 requests.ask(number)
             with requests.sent():
-                time.sleep(window)
+                time.sleep(window)  # the window has a fixed length
             report.row(guest="none", **requests.row())
             free.append(card.free_bytes())
             with closing(link_of.connect(folder / "socket")) as end:

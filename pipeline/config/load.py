@@ -28,7 +28,7 @@ from rose.pipeline.config.options import Common
 from rose.pipeline.config.settings import SHARED, Settings, check_together, field_docs, section_types
 from rose.schemas.errors import UsageError
 from rose.schemas.wire import reject_duplicate_keys
-from rose.topics.catalog import Partitions, PartitionSetting, Retention, RetentionSetting
+from rose.topics.catalog import Partitions, Retention
 from rose.topics.settings import BusSettings, parse_properties
 from rose.workers.environments.registry import BUILT_IN
 from rose.workers.weights.config import WeightsConfig
@@ -108,13 +108,21 @@ class Config:
     @property
     def partitions(self) -> Partitions:
         """Number of partitions of each kind of topic."""
-        settings = (setting for setting in PartitionSetting if setting is not PartitionSetting.ONE)
-        return Partitions(**{each.name.lower(): getattr(self.settings.topics, each.value) for each in settings})
+        topics = self.settings.topics
+        return Partitions(
+            home=topics.home_partitions,
+            slots=topics.inbox_slots,
+            samples=topics.sample_partitions,
+            chunks=topics.chunk_partitions,
+            cells=topics.cells,
+        )
 
     @property
     def retention(self) -> Retention:
         """How long the records of each topic are kept."""
-        return Retention(**{each.name.lower(): getattr(self.settings.topics, each.value) for each in RetentionSetting})
+        topics = self.settings.topics
+        families = (each.name for each in dataclasses.fields(Retention))
+        return Retention(**{family: getattr(topics, f"{family}_retention_seconds") for family in families})
 
     @property
     def environments(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.forecast import (
@@ -435,7 +435,7 @@ class ElasticityCore:
         move = self.rebalancer.decide(crews, now)
         if move is None:
             return []
-        return [self._grant(move.worker, True, move.reason, now, cell=move.cell)]
+        return [self._grant(move.worker, move.reason, now, lend=True, cell=move.cell)]
 
     def _may_move(self, line: ExecutorLine, shares: Container[str], now: float, *, may_wake: bool) -> bool:
         """Whether a worker may be moved to another cell.
@@ -494,14 +494,24 @@ class ElasticityCore:
             lender.renewed_at = now
         elif lease is not None and lease.grant.job == self.job and not lease.grant.lend:
             return None
-        grant = self._grant(name, lender.lends, lender.reason, now, lease_seconds=self.config.lease_seconds)
+        grant = self._grant(name, lender.reason, now, lend=lender.lends, lease_seconds=self.config.lease_seconds)
         self.leases[name] = LeasedGrant(grant, now)
         return grant
 
-    def _grant(self, worker: str, lend: bool, reason: str, now: float, **more: Any) -> CapacityGrant:
-        """Return a grant of this job without a limit. `more`: lease_seconds or cell."""
+    def _grant(
+        self, worker: str, reason: str, now: float, *, lend: bool, lease_seconds: float = 0.0, cell: int | None = None
+    ) -> CapacityGrant:
+        """Return a grant of this job without a limit. `lease_seconds`: 0 is no lease. `cell`: None keeps the cell."""
         return CapacityGrant(
-            worker=worker, lend=lend, kv_bytes=0, token_budget=0, granted_at=now, reason=reason, job=self.job, **more
+            worker=worker,
+            lend=lend,
+            kv_bytes=0,
+            token_budget=0,
+            granted_at=now,
+            reason=reason,
+            lease_seconds=lease_seconds,
+            job=self.job,
+            cell=cell,
         )
 
 

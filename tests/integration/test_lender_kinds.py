@@ -80,7 +80,7 @@ def sidecar(server: Server, steps_alone: int) -> ScriptedSidecar:
 
 @pytest.fixture(scope="module")
 def standalone(server: Server) -> Made:
-    """What an engine like the guest's computes without a host."""
+    """Return the turns of an engine like the guest's without a host."""
     engine = build_engine(server.config)
     made = run_standalone(engine)
     engine.close()

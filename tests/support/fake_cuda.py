@@ -90,7 +90,7 @@ class FakeCuda:
         self.streams = [FakeStream(self) for _ in range(streams)]
         """Streams that are handed out in turn; the first is the current one of every thread."""
         self.given_back: list[bool] = []
-        """By pool that was made, whether its memory is back on the device."""
+        """Whether the memory of each pool is back on the device, in the order in which pools were made."""
         self.open: dict[int, FakePool] = {}
         """The pool that a thread allocates from, by the thread's identifier."""
         self._handed_out = 0

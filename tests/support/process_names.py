@@ -1,4 +1,4 @@
-"""What a lender must leave as it is in its server's process: the names of the libraries, and the process state."""
+"""Reads the state of a server's process that a lender must not change: the libraries' names, and the process state."""
 
 import logging
 import os

@@ -22,7 +22,7 @@ SHUFFLES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "every second row": lambda tensor: tensor[::2],
     "shard of the columns": lambda tensor: tensor.narrow(1, 0, tensor.shape[1] // 2),
 }
-"""What a loader does with a tensor before it copies the tensor: views, and a copy in another order."""
+"""Changes that a loader makes to a tensor before it copies the tensor: views, and a copy in another order."""
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def test_next_step_of_serving_has_the_blocks_of_all_groups(
 
 @pytest.mark.parametrize(("window_heads", "hit_blocks"), [(2, 4), (1, 3)])
 def test_tokens_found_in_the_prefix_cache_count_in_each_group(window_heads: int, hit_blocks: int) -> None:
-    """With half the heads, a block of a layer with a window has twice the tokens."""
+    """A block of a layer with a window has twice the tokens if the layer has half the heads."""
     layers = Layers(full=2, window=2, window_heads=window_heads, window_tokens=32, block_tokens=32)
     driver = StepDriver(layers, 512)
     driver.manager.record_prefix_cache_stats(SimpleNamespace(), 64)

@@ -38,7 +38,6 @@ from rose.workers.lender.vllm.guest_device import GuestDevice
 from tests.support.file_descriptors import no_descriptor_left
 from tests.support.waiting import WAIT_SECONDS, until
 
-MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 QUIET = ServingStats(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 CONFIG = LendConfig(model_folder="", socket="", heartbeat_seconds=0.01)
 SERVING: Any = SimpleNamespace(layout=None, runner=None, zero=lambda _: None)
@@ -476,47 +475,3 @@ def test_error_during_a_pause_drops_the_guest_after_the_step_and_once(fixture: F
     fixture.tick(2)
     assert fixture.guest.state is Dropped
     assert sum(isinstance(report, EngineLost) for report in reports_of(sidecar)) == 1
-
-
-class NoRoom:
-    """A model backend without memory at some point of the build."""
-
-    ranks = 2
-
-    def __init__(self, fails_at: str) -> None:
-        self._fails_at = fails_at
-        self.holds = True
-
-    def patch_model(self, *_: object) -> Any:
-        self._take("fit")
-        return SimpleNamespace(allocate_spare=lambda: self._take("spare"))
-
-    executor = None
-
-    def block_bytes(self, _: object) -> int:
-        return 64
-
-    def release(self) -> None:
-        self.holds = False
-
-    def _take(self, what: str) -> None:
-        if what == self._fails_at:
-            raise MemoryError(what)
-
-
-@pytest.mark.parametrize("fails_at", ["fit", "spare"])
-def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks would hold the model for the life of the server, and another model after the next attempt."""
-    scheduler = SimpleNamespace(
-        block_size=16,
-        kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64)], kv_cache_groups=[], num_blocks=4),
-        kv_cache_manager=SimpleNamespace(block_pool=None, coordinator=SimpleNamespace(single_type_managers=())),
-        shutdown=lambda: None,
-    )
-    core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
-    monkeypatch.setattr("rose.workers.executor.vllm.engine.start_core", lambda *_: core)
-    place: Any = NoRoom(fails_at)
-    monkeypatch.setattr(guest_build, "GuestBackend", lambda *_: place)
-    with pytest.raises(MemoryError, match=fails_at):
-        guest_build.build_guest(LendConfig(model_folder=str(MODEL), socket=""), None, None, GuestDevice(), LOG)
-    assert not place.holds

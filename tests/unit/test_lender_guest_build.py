@@ -1,5 +1,8 @@
-"""The first steps of a guest: they are bounded, and their cost is known before the first turn."""
+"""The build of a guest: its first steps are bounded, their cost is known, and a failed build leaves nothing."""
 
+import logging
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +11,13 @@ from hypothesis import strategies as st
 
 from rose.workers.executor.step_cost import INITIAL_COST, StepCost
 from rose.workers.executor.vllm.types import StepResult
+from rose.workers.lender.config import LendConfig
+from rose.workers.lender.vllm import guest_build
 from rose.workers.lender.vllm.guest_build import MAX_PROFILE_TOKENS, StepProfile, profile_sizes
+from rose.workers.lender.vllm.guest_device import CPU
 
+MODEL = Path(__file__).parents[2] / "workers" / "models" / "calculator"
+LOG = logging.getLogger("guest")
 BASE, TOKEN = 0.004, 0.0002
 """Seconds of a step, and of each token in it; the very first step takes ten times as long."""
 
@@ -81,3 +89,49 @@ def test_profiling_can_be_stopped_at_any_point(engine: Any) -> None:
     profile.abort_turn("profile", "cut")
     profile.step(64, 1000)
     assert profile.done and engine.left == 0 and len(engine.steps) == 1
+
+
+class NoRoom:
+    """A model backend without memory at some point of the build."""
+
+    ranks = 2
+
+    def __init__(self, fails_at: str) -> None:
+        self._fails_at = fails_at
+        self.holds = True
+
+    def patch_model(self, *_: object) -> Any:
+        self._take("fit")
+        return SimpleNamespace(allocate_spare=lambda: self._take("spare"))
+
+    executor = None
+
+    def block_bytes(self, _: object) -> int:
+        return 64
+
+    def release(self) -> None:
+        self.holds = False
+
+    def _take(self, what: str) -> None:
+        if what == self._fails_at:
+            raise MemoryError(what)
+
+
+@pytest.mark.parametrize("fails_at", ["fit", "spare"])
+def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would hold the model for the life of the server, and another model after the next attempt."""
+    scheduler = SimpleNamespace(
+        block_size=16,
+        kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64)], kv_cache_groups=[], num_blocks=4),
+        kv_cache_manager=SimpleNamespace(block_pool=None, coordinator=SimpleNamespace(single_type_managers=())),
+        shutdown=lambda: None,
+    )
+    core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
+    monkeypatch.setattr("rose.workers.executor.vllm.engine.start_core", lambda *_: core)
+    place: Any = NoRoom(fails_at)
+    monkeypatch.setattr(guest_build, "GuestBackend", lambda *_: place)
+    with pytest.raises(MemoryError, match=fails_at):
+        guest_build.build_guest(
+            LendConfig(model_folder=str(MODEL), socket=""), None, None, CPU, logging.getLogger("guest")
+        )
+    assert not place.holds

@@ -95,7 +95,7 @@ def test_packed_pass_has_the_logprobs_and_gradients_of_a_padded_pass(kind: str, 
 @pytest.mark.parametrize("scale", [0.2, 0.002])
 @pytest.mark.parametrize("kind", PADDED)
 def test_model_that_a_packed_pass_would_change_keeps_its_padded_passes(kind: str, scale: float) -> None:
-    """With small weights a dependence on the other sequence is below the tolerance of logprobs."""
+    """A dependence on the other sequence is below the tolerance of logprobs if weights are small."""
     settings, reason = PADDED[kind]
     model = model_of(kind, **settings, initializer_range=scale)
     tokens, temperatures, wanted = rows_of(LENGTHS)
@@ -152,7 +152,7 @@ def test_packed_batches_hold_every_sample_once_within_their_budget(lengths: list
 
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(300, 1000))
 def test_packed_batches_are_half_full_but_for_one(lengths: list[int], budget: int) -> None:
-    """Of two batches that fit together, the second would not have been opened."""
+    """The second of two batches that fit together would not have been opened."""
     used = sorted(sum(lengths[index] for index in batch) for batch in batches_of(lengths, budget))
     assert all(2 * tokens > budget for tokens in used[1:])
 

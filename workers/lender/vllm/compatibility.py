@@ -109,7 +109,7 @@ def _kinds(core: Any, *, untried_devices: bool) -> dict[str, bool]:
         "expert parallelism": parallel.enable_expert_parallel,
         "ranks on several hosts": parallel.nnodes > 1,
         "an executor other than uni and mp": parallel.distributed_executor_backend not in ("uni", "mp"),
-        "vLLM's second model runner": config.use_v2_model_runner and not (gpu and allowed),
+        "vLLM's second model runner": config.use_v2_model_runner and not allowed,
         "async scheduling": config.scheduler_config.async_scheduling,
         "speculative decoding": config.speculative_config is not None,
         "LoRA": config.lora_config is not None,
@@ -258,6 +258,10 @@ vllm.v1.kv_cache_interface
     3626347655c8c6f6 guest   create_kv_cache_views: places the guest's layers in serving's cache
     -                guest   KVCacheConfig.has_mamba_layers: tells whether a cache has recurrent states
     -                guest   KVCacheTensor: says where the blocks of a cache are
+vllm.v1.sample.ops.topk_topp_triton
+    -                guest   _TRITON_BUFFER_CACHE: exchanged between host and guest
+    -                guest   _TRITON_SPLIT_CACHE: exchanged between host and guest
+    -                guest   _TRITON_TABLE_CACHE: exchanged between host and guest
 vllm.v1.worker.cpu_worker
     6a2c6b06d1a7f9d2 cpu     CPUWorker.__init__: binds memory, but not for a guest
 vllm.v1.worker.gpu.attn_utils

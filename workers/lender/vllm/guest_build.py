@@ -23,7 +23,7 @@ from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.engine_core import ModelBackend
 from rose.workers.executor.vllm.types import EngineConfig, EngineStartError
 from rose.workers.lender.config import LendConfig
-from rose.workers.lender.vllm.guest_device import GuestDevice
+from rose.workers.lender.vllm.guest_device import CPU, GuestDevice
 from rose.workers.lender.vllm.host_process import (
     WRITES_TO_NULL_BLOCK,
     GlobalsSwap,
@@ -226,11 +226,8 @@ def _before_layer(device: GuestDevice, layer_hook: Callable[[], None]) -> None:
     layer_hook()
 
 
-def build_engine(config: LendConfig, backend: ModelBackend | None = None, device: GuestDevice | None = None) -> Engine:
-    """Build the guest's engine with its spare weights. Takes seconds. Raises FolderError or EngineStartError.
-
-    `device`: None is a CPU.
-    """
+def build_engine(config: LendConfig, backend: ModelBackend | None = None, device: GuestDevice = CPU) -> Engine:
+    """Build the guest's engine with its spare weights. Takes seconds. Raises FolderError or EngineStartError."""
     engine = Engine(
         EngineConfig(
             model_folder=Path(config.model_folder),
@@ -240,7 +237,7 @@ def build_engine(config: LendConfig, backend: ModelBackend | None = None, device
             kv_cache_bytes=config.kv_cache_bytes,
             step_tokens=config.step_tokens,
             # compilation and the capture of CUDA graphs would hold up serving for seconds
-            vllm_arguments=(device or GuestDevice()).engine_arguments,
+            vllm_arguments=device.engine_arguments,
         ),
         backend,
     )

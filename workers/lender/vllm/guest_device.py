@@ -59,6 +59,9 @@ class GuestDevice:
         """Give the memory of a guest that has ended back to the device."""
 
 
+CPU = GuestDevice()
+
+
 class CudaDevice(GuestDevice):
     """The guest's part of the CUDA device of serving. Made on serving's thread, for all guests of a process in turn."""
 
@@ -155,4 +158,4 @@ class CudaDevice(GuestDevice):
 
 def guest_device() -> GuestDevice:
     """Return the guest's part of serving's device. Call it on serving's thread."""
-    return GuestDevice() if current_platform.is_cpu() else CudaDevice()
+    return CPU if current_platform.is_cpu() else CudaDevice()

@@ -54,7 +54,7 @@ from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from rose.workers.lender.vllm.guest_device import GuestDevice
+from rose.workers.lender.vllm.guest_device import CPU, GuestDevice
 
 MEMORY_BINDING = ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(torch.ops._C, "init_cpu_memory_env") else ()
 """The operator that binds the process's memory to its NUMA node, if vLLM runs on CPUs. Serving has bound the memory.
@@ -219,15 +219,15 @@ class GlobalsSwap:
             self._seed_sources = _set_seed_sources(self._seed_sources)
 
 
-def globals_for_build(device: GuestDevice | None = None) -> GlobalsSwap:
-    """Return the values for the build of a guest. `device`: None is a CPU.
+def globals_for_build(device: GuestDevice = CPU) -> GlobalsSwap:
+    """Return the values for the build of a guest on this device.
 
     The guest does not set thread counts, bind memory, freeze the garbage collector's heap, suppress output, replace the
     root of serving's block hashes or its kernels, set the allocator or take its free memory, configure logging, report
     its use, or log that a kernel was compiled. It shares the rotary embeddings that serving has. It has no KV
     connector: serving's would take the guest's blocks for its own.
     """
-    swap = GlobalsSwap(device or GuestDevice())
+    swap = GlobalsSwap(device)
     swap.set(torch, "set_num_threads", _no_op)
     swap.set(torch.cuda, "empty_cache", _no_op)
     swap.set(torch.accelerator, "empty_cache", _no_op)
@@ -330,13 +330,13 @@ def yield_slice() -> None:
 class TimeSlicedCall(Generic[Result]):
     """One run of `function` in pieces."""
 
-    def __init__(self, function: Callable[[], Result], name: str, device: GuestDevice | None = None) -> None:
-        """`device`: the device for which the function launches and allocates; None is a CPU."""
+    def __init__(self, function: Callable[[], Result], name: str, device: GuestDevice = CPU) -> None:
+        """`device`: the device for which the function launches and allocates."""
         self.slices = 0
         self.longest_seconds = 0.0
         """Longest time that a caller of `resume` has waited."""
         self._function = function
-        self._device = device or GuestDevice()
+        self._device = device
         self._deadline = 0.0
         self._go = threading.Semaphore(0)
         self._halted = threading.Semaphore(0)
