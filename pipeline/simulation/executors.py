@@ -1,0 +1,290 @@
+"""Simulated executors: the executor's own inbox, gate, lease and heartbeats around a simulated engine.
+
+Keeps true
+- What an executor decides is decided by the production code: which turns it takes (`Inbox`), whether it takes any
+  (`IntakeGate`, `Lease`), what it tells the router (`HeartbeatWriter`). Only the engine and the time of links are models.
+- Every accepted turn is answered once, and each heartbeat lists it until then.
+- A policy version serves after its transfer and a swap between two steps. Cached prefixes of the version before are
+  dropped. A turn counts for the version with which it began.
+- A dispatch that does not fit the largest offer of the last heartbeats is counted in `overfilled`: no router may send it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rose.pipeline.simulation.cost_model import CostModel
+from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
+from rose.pipeline.simulation.events import EventQueue
+from rose.pipeline.simulation.prefix_cache import Segment
+from rose.schemas.arrays import ITEM_BYTES, count
+from rose.schemas.heartbeats import TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
+from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Permission
+from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
+from rose.workers.executor.ipc.messages import ABORTED, EngineStatus, LendingStats, ServingStats, TurnFinished
+from rose.workers.executor.records import ExecutorIncarnation, HeartbeatWriter, finished_result, refused_result
+from rose.workers.executor.vllm.types import FinishedTurn
+
+HEARTBEAT_SECONDS = 0.2
+"""Time between two heartbeats, as an engine reports its status."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What a simulated turn will do."""
+
+    segments: tuple[Segment, ...]
+    new_tokens: int
+    """Tokens that the whole turn samples."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Surroundings:
+    """What an executor reaches outside of itself."""
+
+    events: EventQueue
+    send: Callable[["Executor", TurnResult | SlackHeartbeat], None]
+    """Writes a record to the bus."""
+    work_of: Callable[[TurnDispatch], Work]
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+
+
+class Executor:
+    """One dedicated executor, and what a lender has in common with it."""
+
+    worker_class = WorkerClass.DEDICATED
+
+    def __init__(
+        self, name: str, slot: int, cost: CostModel, around: Surroundings, *, max_turns: int, step_tokens: int
+    ) -> None:
+        self.name = name
+        self.slot = slot
+        self.cost = cost
+        self.engine = Engine(cost, max_running=max_turns, step_tokens=step_tokens, kv_tokens=cost.kv_cache_tokens)
+        self.version = -1
+        self.incarnation = 1
+        self.overfilled = 0
+        self.silent = False
+        """Whether its heartbeats are lost."""
+        self.gone = False
+        self.inbox = Inbox(name, self.incarnation, max_turns=max_turns, token_budget=0)
+        self.gate = IntakeGate(self._permission, lends=self.worker_class is WorkerClass.SERVING)
+        self._max_turns = max_turns
+        self._around = around
+        self._events = around.events
+        self._start = ExecutorIncarnation(name, self.worker_class, self.incarnation)
+        self._heartbeats = HeartbeatWriter(self._start, slot, by_grant=self.worker_class is WorkerClass.SERVING)
+        self._held: dict[str, tuple[TurnKey, float, int]] = {}
+        """Turns in the engine: key, time of arrival, and version at the beginning."""
+        self._offers: deque[tuple[float, int, int]] = deque()
+        self._next_version: int | None = None
+        self._looked_at = 0.0
+        self._beats = False
+
+    def start(self, first: float) -> None:
+        """Begin to send heartbeats `first` seconds from now."""
+        self.gone = False
+        if not self._beats:
+            self._beats = True
+            self._events.repeat(self._around.heartbeat_seconds, self._beat, first=first)
+
+    @property
+    def held_turns(self) -> int:
+        """Number of turns that the executor holds."""
+        return len(self.inbox)
+
+    def on_dispatch(self, dispatch: TurnDispatch, offset: int) -> None:
+        """Take a dispatch from the inbox; refuse it if there is no room."""
+        now = self._events.now
+        if self.gone:
+            return
+        answer = self.inbox.on_dispatch(dispatch, self.version, offset=offset)
+        if answer.action is InboxAction.REFUSE:
+            if answer.refusal is Refusal.ROOM and not self._was_offered(dispatch):
+                self.overfilled += 1
+            self._send(refused_result(self._start, dispatch, answer.reason, answer.refusal, now=now))
+        if answer.action is not InboxAction.ACCEPT:
+            return
+        if self.gate.reason:
+            self.inbox.release(dispatch.key)
+            self._send(refused_result(self._start, dispatch, self.gate.reason, Refusal.ROOM, now=now))
+            return
+        work = self._around.work_of(dispatch)
+        sampled = 0 if dispatch.partial is None else count(dispatch.partial.tokens)
+        *shared, own = work.segments
+        name = "/".join(map(str, dispatch.key))
+        segments = (*shared, Segment(own.name, own.tokens + sampled))
+        self._held[name] = dispatch.key, now, self.version
+        self._catch_up()
+        self.engine.add(EngineRequest(name, segments, work.new_tokens - sampled, now), now)
+        self.on_work()
+
+    def on_work(self) -> None:
+        """Schedule the engine's next event, after the engine has changed."""
+        self._look_again()
+
+    def publish(self, version: int, transfer_seconds: float, swap_seconds: float) -> None:
+        """Take a policy version: it arrives after its transfer, and the engine stops for the swap."""
+        self._next_version = version
+
+        def swap() -> None:
+            if self._next_version == version and not self.gone:
+                self._catch_up()
+                self.engine.drop_cache()
+                self.version = version
+                if not self.engine.paused:
+                    self.engine.pause(self._events.now)
+                    self._events.after(swap_seconds, self._swapped)
+                self._beat_now()
+
+        self._events.after(transfer_seconds, swap)
+
+    def _swapped(self) -> None:
+        self.engine.resume(self._events.now)
+        self.on_work()
+
+    def leave(self, reason: str) -> None:
+        """Return all turns and say so in a last heartbeat."""
+        self._catch_up()
+        self.gate.close(reason)
+        self._return_turns(reason)
+        self.heartbeat(ExecutorState.STOPPING)
+        self.gone = True
+
+    def kill(self) -> None:
+        """Vanish: nothing is answered, and no heartbeat comes any more."""
+        self._catch_up()
+        self.gone = True
+        for name in self.engine.names():
+            self.engine.abort(name, self._events.now)
+        self._held.clear()
+
+    def restart(self, version: int) -> None:
+        """Come back as a new incarnation that serves `version`."""
+        self.incarnation += 1
+        self.version = version
+        self._start = ExecutorIncarnation(self.name, self.worker_class, self.incarnation)
+        self.inbox = Inbox(self.name, self.incarnation, max_turns=self._max_turns, token_budget=0)
+        self.gate = IntakeGate(self._permission, lends=self.gate.lends)
+        self._heartbeats = HeartbeatWriter(self._start, self.slot, by_grant=self.gate.lends)
+        self.engine.drop_cache()
+        self.start(0.0)
+        self._beat_now()
+
+    def heartbeat(self, state: ExecutorState | None = None) -> None:
+        """Send a heartbeat."""
+        now = self._events.now
+        status = self._status()
+        self._heartbeats.on_status(status)
+        record = self._heartbeats.next_heartbeat(
+            status,
+            self.inbox,
+            state=state or self._state,
+            version=self.version,
+            pause_reason=self.gate.reason,
+            now=now,
+        )
+        self._offers.append((now, record.max_turns, record.token_budget))
+        while self._offers[0][0] < now - TTL_SECONDS:
+            self._offers.popleft()
+        if not self.silent:
+            self._around.send(self, record)
+
+    def _permission(self) -> Permission:
+        return UNRESTRICTED
+
+    @property
+    def _state(self) -> ExecutorState:
+        if self.version < 0 and not self.gate.reason:
+            return ExecutorState.STARTING
+        return ExecutorState.PAUSED if self.gate.reason else ExecutorState.READY
+
+    def _beat(self) -> None:
+        if not self.gone:
+            self._beat_now()
+
+    def _beat_now(self) -> None:
+        self._update_gate()
+        self.heartbeat()
+
+    def _update_gate(self) -> None:
+        """Offer what the engine has."""
+        self.gate.update(self._status(), busy=bool(self._held))
+        self.inbox.offer(max_turns=self._max_turns, token_budget=self.gate.allowed_tokens)
+
+    def _catch_up(self) -> None:
+        """Answer the turns that have ended up to now."""
+        for result in self.engine.advance(self._events.now):
+            self._answer(result, TurnOutcome.COMPLETED, "")
+
+    def _look_again(self) -> None:
+        at = self.engine.next_at
+        if at != self._looked_at:
+            self._looked_at = at
+            self._events.at(at, lambda: self._look(at))
+
+    def _look(self, at: float) -> None:
+        if at != self._looked_at:
+            return
+        self._looked_at = 0.0
+        self._catch_up()
+        self.on_work()
+
+    def _return_turns(self, reason: str) -> None:
+        for name in list(self._held):
+            self._preempt(name, reason)
+
+    def _preempt(self, name: str, reason: str) -> None:
+        self._answer(self.engine.abort(name, self._events.now), TurnOutcome.PREEMPTED, reason)
+
+    def _answer(self, result: EngineResult, outcome: TurnOutcome, reason: str) -> None:
+        name = result.request.name
+        key, received_at, version = self._held.pop(name)
+        dispatch = self.inbox.release(key)
+        many = result.sampled_tokens
+        sampled = SampledTokens(
+            tokens=bytes(ITEM_BYTES * many), logprobs=bytes(ITEM_BYTES * many), spans=(VersionSpan(0, many, version),) if many else ()
+        )
+        turn = FinishedTurn(
+            name=name,
+            sampled=sampled,
+            finish_reason="stop" if outcome is TurnOutcome.COMPLETED else ABORTED,
+            context_tokens=result.request.context_tokens,
+            cached_tokens=result.cached_tokens,
+            times=TurnTimes(
+                scheduled_at=result.scheduled_at,
+                first_token_at=result.first_token_at if many else 0.0,
+                finished_at=result.finished_at,
+            ),
+        )
+        done = TurnFinished(turn, device_seconds=result.device_seconds)
+        self._send(finished_result(self._start, dispatch, done, outcome, reason, received_at=received_at))
+
+    def _send(self, result: TurnResult) -> None:
+        self._around.send(self, result)
+
+    def _was_offered(self, dispatch: TurnDispatch) -> bool:
+        turns, tokens = len(self.inbox) + 1, self.inbox.tokens + kv_tokens_needed(dispatch)
+        return any(turns <= most and tokens <= budget for _, most, budget in self._offers)
+
+    def _status(self) -> EngineStatus:
+        engine, per_token = self.engine, self.cost.kv_bytes_per_token
+        return EngineStatus(
+            version=self.version,
+            device=self.cost.card,
+            running=engine.running,
+            waiting=len(engine.waiting),
+            kv_bytes_total=engine.kv_tokens * per_token,
+            kv_bytes_free=max(0, engine.kv_tokens - engine.held_tokens) * per_token,
+            kv_bytes_per_token=per_token,
+            prefill_tokens_per_second=self.cost.prefill_tokens_per_second(),
+            decode_tokens_per_second=self.cost.decode_tokens_per_second(max(1, engine.running)),
+            steps=0,
+            step_seconds=0.0,
+            **self._lending_status(),
+        )
+
+    def _lending_status(self) -> dict[str, object]:
+        return {}

@@ -1,0 +1,244 @@
+"""Simulated environment workers: groups, trajectories, and the turns that they request.
+
+Keeps true
+- What a trajectory does depends on the seed and its name alone: every arm samples the same tokens in the same turns.
+- A trajectory has one open turn at most, applies each turn once, and ends in one sample.
+
+Units: seconds, tokens.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.pipeline.simulation.events import EventQueue
+from rose.pipeline.simulation.executors import Work
+from rose.pipeline.simulation.prefix_cache import Segment
+from rose.pipeline.simulation.scenario import Tasks
+from rose.schemas.arrays import count, pack_tokens
+from rose.schemas.prompts import Sampling, trajectory_id
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.samples import Ending, Sample, SampleTurn
+from rose.schemas.turns import (
+    TurnDispatch,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    TurnTimes,
+    add_device_seconds,
+    context_digest,
+)
+
+ENVIRONMENT = "simulated"
+
+PATIENCE_SECONDS = 1e6
+
+NO_DIGEST = context_digest(b"")
+"""Digest of every simulated context: the router does not read contexts."""
+
+STANDS_FOR = pack_tokens([0, 0])
+"""The tokens of a simulated sample: one observed, and one sampled token that stands for all."""
+
+
+@dataclass(slots=True)
+class TurnFigures:
+    """One applied turn."""
+
+    trajectory: str
+    turn: int
+    worker: str
+    attempts: int
+    context_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    requested_at: float
+    scheduled_at: float
+    finished_at: float
+    applied_at: float
+    version: int
+    device_seconds: dict[str, float]
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One trajectory and its draws."""
+
+    name: str
+    group: str
+    turns: int
+    pace: float
+    """Factor of its sampled tokens relative to the median."""
+    solved: bool
+    context_tokens: int
+    turn: int = 0
+    new_tokens: int = 0
+    oldest_version: int | None = None
+    sampled_tokens: int = 0
+    device_seconds: dict[str, float] = field(default_factory=dict)
+    draw: random.Random = field(default_factory=random.Random)
+
+
+class Rollout:
+    """The groups of a run, and their turns."""
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        seed: int,
+        events: EventQueue,
+        request: Callable[[ReceivedRequest], None],
+        on_sample: Callable[[Sample], None],
+    ) -> None:
+        """`request`: sends a turn request to the bus. `on_sample`: takes a finished trajectory."""
+        self.opened = 0
+        """Groups opened."""
+        self.finished = 0
+        """Trajectories that have ended."""
+        self.turns: list[TurnFigures] = []
+        self.live: dict[str, Trajectory] = {}
+        self._tasks = tasks
+        self._seed = seed
+        self._events = events
+        self._request = request
+        self._on_sample = on_sample
+        self._sampling = Sampling(max_tokens=tasks.max_turn_tokens)
+
+    def open_group(self) -> None:
+        """Open the next group: its environments are reset, and then request their first turns."""
+        number, tasks = self.opened, self._tasks
+        self.opened += 1
+        group = f"g{number}"
+        draw = random.Random(f"{self._seed}/{group}")
+        chance = self._chance(draw)
+        for index in range(tasks.group_size):
+            name = trajectory_id(group, index)
+            own = random.Random(f"{self._seed}/{name}")
+            turns = min(tasks.max_turns, max(1, round(_around(own, tasks.turns, tasks.turns_spread))))
+            pace = math.exp(own.gauss(0.0, tasks.trajectory_spread))
+            solved = own.random() < chance
+            self.live[name] = Trajectory(name, group, turns, pace, solved, tasks.prompt_tokens, draw=own)
+            self._events.after(tasks.reset_seconds, lambda name=name: self._ask(name))
+
+    def work_of(self, dispatch: TurnDispatch) -> Work:
+        """Return what a dispatched turn will do."""
+        trajectory, prompt = self.live[dispatch.request.trajectory_id], self._tasks.prompt_tokens
+        own = trajectory.context_tokens - prompt
+        return Work((Segment(f"prompt {trajectory.group}", prompt), Segment(trajectory.name, own)), trajectory.new_tokens)
+
+    def on_result(self, result: TurnResult) -> None:
+        """Apply a result: the environment makes a step, or the trajectory ends."""
+        trajectory = self.live.get(result.trajectory_id)
+        if trajectory is None or trajectory.turn != result.turn or result.outcome not in ENDS_TURN:
+            return
+        if result.outcome is TurnOutcome.FAILED:
+            self._end(trajectory, failure=result.reason)
+            return
+        sampled = count(result.tokens)
+        version = min(span.version for span in result.spans)
+        self.turns.append(
+            TurnFigures(
+                trajectory.name,
+                trajectory.turn,
+                result.worker or "",
+                result.attempt + 1,
+                result.context_tokens,
+                result.cached_tokens,
+                sampled,
+                result.times.requested_at,
+                result.times.scheduled_at,
+                result.times.finished_at,
+                self._events.now,
+                version,
+                dict(result.device_seconds),
+            )
+        )
+        trajectory.oldest_version = (
+            version if trajectory.oldest_version is None else min(version, trajectory.oldest_version)
+        )
+        trajectory.sampled_tokens += sampled
+        trajectory.device_seconds = add_device_seconds(trajectory.device_seconds, result.device_seconds)
+        trajectory.context_tokens += sampled
+        trajectory.turn += 1
+        tasks, draw = self._tasks, trajectory.draw
+        seconds = _around(draw, tasks.environment_seconds, tasks.environment_spread)
+        observed = max(1, round(_around(draw, tasks.observation_tokens, tasks.observation_spread)))
+        room = tasks.context_tokens - trajectory.context_tokens - observed
+        if trajectory.turn == trajectory.turns or room < tasks.max_turn_tokens:
+            self._events.after(seconds, lambda: self._end(trajectory))
+            return
+        trajectory.context_tokens += observed
+        self._events.after(seconds, lambda: self._ask(trajectory.name))
+
+    def _chance(self, draw: random.Random) -> float:
+        tasks = self._tasks
+        if not 0.0 < tasks.solved < 1.0:
+            return tasks.solved
+        return draw.betavariate(tasks.solved * tasks.hardness, (1.0 - tasks.solved) * tasks.hardness)
+
+    def _ask(self, name: str) -> None:
+        trajectory, tasks = self.live[name], self._tasks
+        drawn = _around(trajectory.draw, tasks.new_tokens * trajectory.pace, tasks.turn_spread)
+        trajectory.new_tokens = min(tasks.max_turn_tokens, max(1, round(drawn)))
+        request = TurnRequest(
+            trajectory_id=name,
+            group_id=trajectory.group,
+            home=0,
+            environment=ENVIRONMENT,
+            turn=trajectory.turn,
+            appended=b"",
+            context_tokens=trajectory.context_tokens,
+            digest=NO_DIGEST,
+            chain=(0,) if trajectory.turn else (),
+            sampling=self._sampling,
+            requested_at=self._events.now,
+            patience_seconds=PATIENCE_SECONDS,
+        )
+        self._request(ReceivedRequest.from_record(request))
+
+    def _end(self, trajectory: Trajectory, failure: str = "") -> None:
+        del self.live[trajectory.name]
+        self.finished += 1
+        times = SampleTurn(
+            turn=0,
+            attempt=0,
+            worker="",
+            sampling=self._sampling,
+            start=1,
+            end=2,
+            cached_tokens=0,
+            times=TurnTimes(),
+            environment_seconds=0.0,
+        )
+        version = trajectory.oldest_version
+        self._on_sample(
+            Sample(
+                trajectory_id=trajectory.name,
+                group_id=trajectory.group,
+                group_size=self._tasks.group_size,
+                model_id=ENVIRONMENT,
+                environment=ENVIRONMENT,
+                seed=0,
+                tokens=STANDS_FOR,
+                loss_mask=b"\x00\x01",
+                logprobs=pack_tokens([0, 0]),
+                spans=() if version is None else (VersionSpan(1, 2, version),),
+                turns=(times,),
+                reward=None if failure else float(trajectory.solved),
+                success=None if failure else trajectory.solved,
+                failure=failure,
+                info={"tokens": trajectory.context_tokens, "sampled": trajectory.sampled_tokens},
+                device_seconds=trajectory.device_seconds,
+                completed_at=self._events.now,
+                ended=Ending.FAILED if failure else Ending.DONE,
+            )
+        )
+
+
+ENDS_TURN = (TurnOutcome.COMPLETED, TurnOutcome.FAILED)
+
+
+def _around(draw: random.Random, median: float, spread: float) -> float:
+    """Draw from a log-normal distribution."""
+    return median * math.exp(draw.gauss(0.0, spread))

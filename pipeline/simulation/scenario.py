@@ -1,0 +1,225 @@
+"""Scenarios: what a simulation simulates, read from a TOML file.
+
+Keeps true
+- An unknown or contradictory field is refused in one sentence that names it. Nothing is ignored.
+- A scenario with its seed determines a simulation: the same file gives the same bytes.
+
+An **arm** is the scenario with some fields replaced, for example without lenders. The first arm is compared with all
+others.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rose.schemas.errors import UsageError
+from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_GROUP_SIZE, MAX_TURN_TOKENS, MAX_TURNS
+
+Count = Annotated[int, Meta(ge=0, le=1_000_000)]
+Positive = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Spread = Annotated[float, Meta(ge=0, le=4)]
+"""Standard deviation of a logarithm."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all parts of a scenario."""
+
+
+class Pool(Part, frozen=True, kw_only=True):
+    """Equal engines that belong to the rollouts."""
+
+    profile: str
+    count: Count
+    max_turns: Annotated[int, Meta(ge=1, le=4096)] = 16
+    """Most turns that an engine holds at once (ROSE's paper: 16 for Qwen3 at 32k)."""
+    step_tokens: Positive = 8192
+
+
+class Lending(Part, frozen=True, kw_only=True):
+    """Serving engines that lend, or could."""
+
+    serving_profile: str
+    guest_profile: str
+    count: Count
+    max_turns: Annotated[int, Meta(ge=1, le=4096)] = 16
+    step_tokens: Positive = 512
+    """Most tokens of a guest step (ROSE's paper: rollout prefill in chunks of 512)."""
+    serving_step_tokens: Positive = 8192
+    serving_max_running: Positive = 256
+    dial: Share = 0.0
+    """0: strict."""
+    ttft_seconds: Annotated[float, Meta(gt=0, le=3600)] = 0.5
+    tpot_seconds: Annotated[float, Meta(gt=0, le=3600)] = 0.15
+    yield_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.02
+
+
+class Users(Part, frozen=True, kw_only=True):
+    """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second."""
+
+    busy: Annotated[float, Meta(ge=0, lt=1)]
+    """Share of the time in which an engine that only serves computes, on average."""
+    minute_peak: Annotated[float, Meta(ge=1, le=100)] = 1.7
+    """Largest rate of a minute relative to the mean."""
+    second_peak: Annotated[float, Meta(ge=1, le=1000)] = 4.2
+    """Largest rate of a second relative to the mean."""
+    prompt_tokens: Positive = 1020
+    prompt_spread: Spread = 0.9
+    new_tokens: Positive = 129
+    new_spread: Spread = 0.8
+
+
+class Tasks(Part, frozen=True, kw_only=True):
+    """Prompts and trajectories. Lengths are log-normal around a median, cut off at the limits."""
+
+    groups: Positive
+    """Groups that one training step trains on."""
+    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 16
+    prompt_tokens: Positive = 1000
+    """Tokens of the first observation, which a group shares."""
+    observation_tokens: Count = 200
+    """Median tokens of each later observation."""
+    observation_spread: Spread = 0.5
+    turns: Annotated[int, Meta(ge=1, le=MAX_TURNS)] = 6
+    """Median turns of a trajectory."""
+    turns_spread: Spread = 0.6
+    max_turns: Annotated[int, Meta(ge=1, le=MAX_TURNS)] = 30
+    new_tokens: Annotated[int, Meta(ge=1, le=MAX_TURN_TOKENS)] = 300
+    """Median tokens that a turn samples."""
+    trajectory_spread: Spread = 0.6
+    """Between trajectories: some think longer in every turn."""
+    turn_spread: Spread = 0.5
+    max_turn_tokens: Annotated[int, Meta(ge=1, le=MAX_TURN_TOKENS)] = 4096
+    context_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] = 32768
+    environment_seconds: Seconds = 0.5
+    """Median time of an environment's step."""
+    environment_spread: Spread = 0.5
+    reset_seconds: Seconds = 1.0
+    solved: Share = 0.5
+    """Mean probability of success of a trajectory."""
+    hardness: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    """How much tasks differ: `solved` of a group is drawn from a Beta distribution with this sum of parameters."""
+
+
+class Training(Part, frozen=True, kw_only=True):
+    """The trainer."""
+
+    steps: Annotated[int, Meta(ge=1, le=100_000)] = 3
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    max_staleness: Annotated[int, Meta(ge=0, le=1000)] = 1
+    """In versions; a synchronous trainer trains on the newest version only."""
+    algorithm: Literal["grpo", "dapo"] = "grpo"
+    """`dapo` samples dynamically: a group whose rewards are all equal is replaced by another group."""
+    parameters: Annotated[float, Meta(gt=0, le=1e13)] = 8e9
+    gpus: Positive = 16
+    flops_per_gpu: Annotated[float, Meta(gt=0, le=1e17)] = 989e12
+    flops_share: Annotated[float, Meta(gt=0, le=1)] = 0.4
+    """Share of the peak that training reaches."""
+    fixed_seconds: Seconds = 5.0
+    """Time of a training step apart from its tokens."""
+    delta_bytes_share: Share = 0.05
+    """Bytes of a version relative to the weights."""
+    link_bytes_per_second: Annotated[float, Meta(gt=0, le=1e13)] = 2.5e9
+    """Bandwidth of an engine's link, shared with nobody (ROSE's paper: 20 Gbit/s)."""
+    swap_seconds: Seconds = 0.5
+    lends_gpus: Count = 0
+    """Engines on the trainer's GPUs that run rollouts while the trainer waits."""
+    toggle_seconds: Seconds = 6.3
+    """Time until such an engine is ready (PEARL: 6.3 s)."""
+
+
+class Elastic(Part, frozen=True, kw_only=True):
+    """How serving engines come to the rollouts."""
+
+    how: Literal["none", "lend", "whole"] = "lend"
+    """`none`: never. `lend`: turn by turn. `whole`: an allocator moves whole engines."""
+    allocation_seconds: Seconds = 60.0
+    """With `whole`: time until a moved engine takes turns."""
+    at_most: Count = 0
+    """Most engines that lend at once; 0 sets no limit."""
+
+
+class Failure(Part, frozen=True, kw_only=True):
+    """Something that fails once."""
+
+    what: Literal["executors_die", "lenders_leave", "heartbeats_stop", "router_restarts", "link_slow"]
+    at_seconds: Seconds
+    share: Share = 0.5
+    """Share of the engines that are affected."""
+    for_seconds: Seconds = 30.0
+    """When they are back."""
+
+
+class Scenario(Part, frozen=True, kw_only=True):
+    """A fleet, its users, tasks and trainer."""
+
+    name: str
+    about: str = ""
+    seed: int = 0
+    dedicated: tuple[Pool, ...]
+    lending: Lending | None = None
+    users: Users | None = None
+    tasks: Tasks
+    training: Training = Training()
+    elastic: Elastic = Elastic()
+    routing: Literal["rose", "round_robin", "session", "least_load"] = "rose"
+    cells: Annotated[int, Meta(ge=1, le=64)] = 1
+    hop_seconds: Seconds = 0.01
+    """Time of a record on the bus."""
+    heartbeat_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    failures: tuple[Failure, ...] = ()
+    most_seconds: Annotated[float, Meta(gt=0, le=1e9)] = 200_000.0
+    """Simulated seconds after which the run counts as stalled."""
+    paper: dict[str, float] = {}
+    """Ratios that a paper reports, by arm."""
+
+    def __post_init__(self) -> None:
+        if self.elastic.how != "none" and self.lending is None:
+            raise ValueError("`elastic.how` needs a `[lending]` part, or is `none`")
+        if self.users is not None and self.lending is None:
+            raise ValueError("`[users]` needs a `[lending]` part: the users' requests are served there")
+        if not self.dedicated and (self.lending is None or self.elastic.how == "none"):
+            raise ValueError("no engine ever takes a turn: give `[[dedicated]]` or `[lending]`")
+        most = self.tasks.prompt_tokens + self.tasks.max_turn_tokens
+        if most > self.tasks.context_tokens:
+            raise ValueError(f"`tasks.context_tokens` has no room for a prompt and a turn of {most} tokens")
+
+
+def load_scenario(path: Path) -> dict[str, Scenario]:
+    """Read a scenario; return it by the name of each arm, first the arm that the others are compared with.
+
+    Raises UsageError.
+    """
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"the scenario {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the scenario {path} is no TOML: {error}") from error
+    arms = fields.pop("arms", {})
+    if not isinstance(arms, dict) or not all(isinstance(changes, dict) for changes in arms.values()):
+        raise UsageError(f"the scenario {path}: each arm is a table, such as [arms.fixed]")
+    fields.setdefault("name", path.stem)
+    named = {"rose": {}, **arms} if "rose" not in arms else arms
+    return {arm: _scenario(path, arm, merged(fields, changes)) for arm, changes in named.items()}
+
+
+def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with `changes`; tables are merged, everything else is replaced."""
+    found = dict(fields)
+    for name, change in changes.items():
+        before = found.get(name)
+        found[name] = merged(before, change) if isinstance(before, dict) and isinstance(change, dict) else change
+    return found
+
+
+def _scenario(path: Path, arm: str, fields: Mapping[str, Any]) -> Scenario:
+    try:
+        return msgspec.convert(fields, Scenario, strict=True)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the scenario {path}, arm {arm}: {error}") from error

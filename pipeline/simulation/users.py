@@ -1,0 +1,100 @@
+"""Simulated users of the serving engines.
+
+Keeps true
+- Arrivals are a Poisson process. Its rate changes by minute and by second, and the largest minute and the largest
+  second of a run have the stated ratio to the mean. Arrivals and lengths depend on the seed alone: every arm has the
+  same users.
+- A request goes to the engine with the fewest requests of users, and among equal ones to the next in turn.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+from rose.pipeline.simulation.cost_model import CostModel
+from rose.pipeline.simulation.engine import EngineRequest
+from rose.pipeline.simulation.events import EventQueue
+from rose.pipeline.simulation.prefix_cache import Segment
+from rose.pipeline.simulation.scenario import Users
+
+PEAK_EVERY_SECONDS = 600
+"""A minute with the largest rate comes once in so many seconds, and in it a second with the largest rate."""
+
+MINUTE, LEAST_RATE = 60, 0.05
+
+
+class Arrivals:
+    """The rate of requests over time, and the requests."""
+
+    def __init__(self, users: Users, cost: CostModel, engines: int, seed: int) -> None:
+        """`engines`: serving engines of the fleet; `cost`: one of them."""
+        self._users = users
+        self._draw = random.Random(f"{seed}/users")
+        self._seed = seed
+        mean_prompt = users.prompt_tokens * math.exp(users.prompt_spread**2 / 2)
+        mean_new = users.new_tokens * math.exp(users.new_spread**2 / 2)
+        alone = _seconds_alone(cost, round(mean_prompt), round(mean_new))
+        self.requests_per_second = -math.log1p(-users.busy) / alone * engines
+        """Mean rate. With requests of `alone` seconds an engine that takes its share is busy for `users.busy` of the
+        time (an M/G/infinity queue is empty for `exp(-rate * alone)` of the time)."""
+
+    def start(self, events: EventQueue, send: Callable[[EngineRequest], None]) -> None:
+        """Send requests from now on."""
+        number = 0
+
+        def second() -> None:
+            nonlocal number
+            now = int(events.now)
+            for offset in sorted(self._draw.random() for _ in range(self._poisson(self._rate(now)))):
+                number += 1
+                request = self._request(number, now + offset)
+                events.at(request.arrived_at, lambda request=request: send(request))
+
+        events.repeat(1.0, second)
+
+    def _rate(self, second: int) -> float:
+        """Requests of this second, on average."""
+        users, minute = self._users, second // MINUTE
+        by_minute = _factor(self._seed, f"minute {minute}", users.minute_peak)
+        if minute % (PEAK_EVERY_SECONDS // MINUTE) == 1:
+            by_minute = users.minute_peak
+        by_second = _factor(self._seed, f"second {second}", users.second_peak / users.minute_peak)
+        if minute % (PEAK_EVERY_SECONDS // MINUTE) == 1 and second % MINUTE == MINUTE // 2:
+            by_second = users.second_peak / users.minute_peak
+        return self.requests_per_second * by_minute * by_second
+
+    def _poisson(self, mean: float) -> int:
+        if mean > 500:
+            return max(0, round(self._draw.gauss(mean, math.sqrt(mean))))
+        count, left = 0, self._draw.expovariate(1.0)
+        while left < mean:
+            count += 1
+            left += self._draw.expovariate(1.0)
+        return count
+
+    def _request(self, number: int, at: float) -> EngineRequest:
+        users, draw = self._users, self._draw
+        prompt = max(1, round(users.prompt_tokens * math.exp(draw.gauss(0, users.prompt_spread))))
+        new = max(1, round(users.new_tokens * math.exp(draw.gauss(0, users.new_spread))))
+        name = f"user {number}"
+        return EngineRequest(name, (Segment(name, min(prompt, 16_384)),), min(new, 4_096), at)
+
+
+def least_loaded(engines: Sequence[Callable[[], int]], turn: int) -> int:
+    """Return the engine with the fewest requests, from `turn` on."""
+    count = len(engines)
+    return min(range(count), key=lambda each: (engines[each](), (each - turn) % count))
+
+
+def _factor(seed: int, name: str, peak: float) -> float:
+    """Draw a factor with mean 1 that never exceeds `peak`."""
+    if peak <= 1.0:
+        return 1.0
+    spread = math.log(peak) / 3
+    return min(peak, max(LEAST_RATE, math.exp(random.Random(f"{seed}/{name}").gauss(-spread * spread / 2, spread))))
+
+
+def _seconds_alone(cost: CostModel, prompt: int, new: int) -> float:
+    prefill = cost.step_seconds(decoding=0, context_tokens=0, chunks=[(prompt, 0)])
+    fixed, per_token = cost.decode_terms(1)
+    return prefill + (new - 1) * (fixed + per_token * (prompt + new / 2))
