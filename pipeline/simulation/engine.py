@@ -290,6 +290,10 @@ class Engine:
         layer = (plan.first_seconds + done * plan.growth_seconds) / self.cost.layers
         return layer - (now - plan.began - plan.seconds(done)) % layer
 
+    def drop_cache(self) -> None:
+        """Forget cached prefixes: another policy version computes other KV."""
+        self.cache.clear()
+
     def _plan_again(self, now: float) -> None:
         """Plan again at the end of the step under way, or now if none is under way."""
         plan = self._plan

@@ -72,6 +72,7 @@ class Executor:
         self.inbox = Inbox(name, self.incarnation, max_turns=max_turns, token_budget=0)
         self.gate = IntakeGate(self._permission, lends=self.worker_class is WorkerClass.SERVING)
         self._max_turns = max_turns
+        self._prefill_rate = cost.prefill_tokens_per_second
         self._around = around
         self._events = around.events
         self._start = ExecutorIncarnation(name, self.worker_class, self.incarnation)
@@ -279,7 +280,7 @@ class Executor:
             kv_bytes_total=engine.kv_tokens * per_token,
             kv_bytes_free=max(0, engine.kv_tokens - engine.held_tokens) * per_token,
             kv_bytes_per_token=per_token,
-            prefill_tokens_per_second=self.cost.prefill_tokens_per_second(),
+            prefill_tokens_per_second=self._prefill_rate,
             decode_tokens_per_second=self.cost.decode_tokens_per_second(max(1, engine.running)),
             steps=0,
             step_seconds=0.0,

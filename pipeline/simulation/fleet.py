@@ -1,0 +1,315 @@
+"""A simulated run: routers, executors, lenders, users, environments, trainer and control app on one virtual clock.
+
+Keeps true
+- Routers, liveness, elasticity, admission, KV sharing and selection are the production cores, unchanged. What is
+  modelled: engines, environments, users, trainer, and the time of the bus and of links.
+- Every record between two roles takes `hop_seconds`.
+- Every trajectory has one outcome or is still open, no executor was sent more than it offered, and the run ends:
+  otherwise `run` raises.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.routing.cell_summary import summarize_cell
+from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.router import Router
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.pipeline.simulation.cost_model import CostModel, load_profile
+from rose.pipeline.simulation.engine import EngineRequest
+from rose.pipeline.simulation.events import EventQueue, Stalled
+from rose.pipeline.simulation.executors import Executor, Surroundings
+from rose.pipeline.simulation.lender import LendingServer, ServingEngine
+from rose.pipeline.simulation.policies import PolicyRouter
+from rose.pipeline.simulation.rollout import Rollout
+from rose.pipeline.simulation.scenario import Failure, Lending, Pool, Scenario
+from rose.pipeline.simulation.trainer import Trainer
+from rose.pipeline.simulation.users import Arrivals, least_loaded
+from rose.schemas.grants import CapacityGrant, GrantSource
+from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.record import Record
+from rose.schemas.turns import TurnDispatch, TurnResult
+from rose.workers.lender.admission import Promise
+
+JOB = "simulated:run"
+
+SUMMARY_SECONDS = 1.0
+"""Time between two summaries of a cell, and between two decisions of the control app."""
+
+STALENESS = {"synchronous": 0}
+
+
+@dataclass(slots=True)
+class Cell:
+    """One router and its place on the bus."""
+
+    number: int
+    router: Router | PolicyRouter
+    down_until: float = 0.0
+    backlog: list[Record | ReceivedRequest] = field(default_factory=list)
+    """Records that arrived while the router was down."""
+
+
+class Fleet:
+    """All roles of one run."""
+
+    def __init__(self, scenario: Scenario, *, rollout_only: bool = False) -> None:
+        self.scenario = scenario
+        self.events = EventQueue()
+        self.executors: dict[str, Executor] = {}
+        self.serving: list[ServingEngine] = []
+        self.lenders: list[LendingServer] = []
+        self._draw = random.Random(f"{scenario.seed}/fleet")
+        self._dispatches = 0
+        self._published = 0
+        self._around = Surroundings(
+            events=self.events,
+            send=self._from_executor,
+            work_of=lambda dispatch: self.rollout.work_of(dispatch),
+            heartbeat_seconds=scenario.heartbeat_seconds,
+        )
+        self.rollout = Rollout(scenario.tasks, scenario.seed, self.events, self._from_environment, self._on_sample)
+        self.trainer = Trainer(scenario, self.events, self.rollout, self._publish)
+        self.cells = [Cell(number, self._router()) for number in range(scenario.cells)]
+        self.control: ElasticityCore | None = None
+        self._cell_of: dict[str, Cell] = {}
+        self._slow_links = 1.0
+        self._user_turn = 0
+        self._build()
+
+    def run(self) -> None:
+        """Run to the last training step. Raises Stalled, or AssertionError if a trajectory or a limit was lost."""
+        self.trainer.start()
+        self.events.run_until(lambda: self.trainer.done, latest=self.scenario.most_seconds)
+        self._check()
+
+    @property
+    def overfilled(self) -> int:
+        """Dispatches that exceeded an executor's offers."""
+        return sum(executor.overfilled for executor in self.executors.values())
+
+    def _router(self) -> Router | PolicyRouter:
+        scenario = self.scenario
+        if scenario.routing != "rose":
+            return PolicyRouter(scenario.routing)
+        behind = 0 if scenario.training.mode == "synchronous" else scenario.training.max_staleness
+        return Router(RouterConfig(max_lag_versions=behind, remembered_trajectories=1_000_000))
+
+    def _build(self) -> None:
+        scenario = self.scenario
+        profiles: dict[str, CostModel] = {}
+
+        def profile(name: str) -> CostModel:
+            return profiles.setdefault(name, load_profile(name)) if name not in profiles else profiles[name]
+
+        for place, pool in enumerate(scenario.dedicated):
+            for number in range(pool.count):
+                self._add_dedicated(f"dedicated-{place}-{number}", profile(pool.profile), pool)
+        lending = scenario.lending
+        if lending is not None:
+            for number in range(lending.count):
+                self._add_lender(number, lending, profile(lending.serving_profile), profile(lending.guest_profile))
+            if scenario.users is not None and lending.count:
+                cost = profile(lending.serving_profile)
+                Arrivals(scenario.users, cost, lending.count, scenario.seed).start(self.events, self._on_user)
+            if scenario.elastic.how == "lend":
+                self._start_control()
+        if scenario.training.lends_gpus:
+            self._lend_trainer(profile(scenario.dedicated[0].profile))
+        for cell in self.cells:
+            self.events.repeat(0.1, lambda cell=cell: self._tick(cell), first=0.05)
+        for failure in scenario.failures:
+            self.events.at(failure.at_seconds, lambda failure=failure: self._fail(failure))
+
+    def _place(self, executor: Executor) -> None:
+        self.executors[executor.name] = executor
+        self._cell_of[executor.name] = self.cells[len(self.executors) % len(self.cells)]
+
+    def _add_dedicated(self, name: str, cost: CostModel, pool: Pool) -> Executor:
+        executor = Executor(
+            name,
+            len(self.executors),
+            cost,
+            self._around,
+            max_turns=pool.max_turns,
+            step_tokens=pool.step_tokens,
+        )
+        executor.version = 0
+        self._place(executor)
+        executor.start(self._draw.random() * self.scenario.heartbeat_seconds)
+        return executor
+
+    def _add_lender(self, number: int, lending: Lending, serving_cost: CostModel, guest_cost: CostModel) -> None:
+        promise = Promise(
+            dial=lending.dial,
+            ttft_seconds=lending.ttft_seconds,
+            tpot_seconds=lending.tpot_seconds,
+            yield_seconds=lending.yield_seconds,
+        )
+        serving = ServingEngine(
+            serving_cost,
+            promise,
+            max_running=lending.serving_max_running,
+            step_tokens=lending.serving_step_tokens,
+        )
+        lender = LendingServer(
+            f"lender-{number}",
+            len(self.executors),
+            guest_cost,
+            self._around,
+            max_turns=lending.max_turns,
+            step_tokens=lending.step_tokens,
+            serving=serving,
+            promise=promise,
+            job=JOB,
+            newest_version=lambda: (self.trainer.version, self._transfer_seconds(guest_cost)),
+        )
+        self.serving.append(serving)
+        self.lenders.append(lender)
+        self._place(lender)
+        if self.scenario.elastic.how == "lend":
+            lender.start(self._draw.random() * self.scenario.heartbeat_seconds)
+
+    def _start_control(self) -> None:
+        self.control = ElasticityCore(ControlConfig(most_lenders=self.scenario.elastic.at_most), JOB)
+        self.events.repeat(SUMMARY_SECONDS, self._control, first=0.5)
+
+    def _control(self) -> None:
+        """Write the cells' summaries, and let the control app decide."""
+        now, control = self.events.now, self.control
+        assert control is not None
+        for cell in self.cells:
+            if isinstance(cell.router, Router) and now >= cell.down_until:
+                name = f"router-{cell.number}"
+                summary = summarize_cell(cell.router, name=name, now=now, cell=cell.number, cells=len(self.cells))
+                control.on_summary(summary, now)
+        for grant in control.tick(now):
+            source = GrantSource.CELL if grant.cell is not None else GrantSource.LEASED
+            control.on_grant(grant.worker, grant, now, source=source)
+            self._later(lambda grant=grant, source=source: self._deliver_grant(grant, source))
+
+    def _deliver_grant(self, grant: CapacityGrant, source: GrantSource) -> None:
+        executor = self.executors[grant.worker]
+        if source is GrantSource.LEASED and isinstance(executor, LendingServer) and not executor.gone:
+            executor.on_grant(grant, source)
+
+    def _on_user(self, request: EngineRequest) -> None:
+        self._user_turn += 1
+        loads = [lambda serving=serving: serving.engine.requests for serving in self.serving]
+        self.lenders[least_loaded(loads, self._user_turn)].on_user_request(request)
+
+    def _later(self, act: Callable[[], None]) -> None:
+        self.events.after(self.scenario.hop_seconds, act)
+
+    def _from_environment(self, received: ReceivedRequest) -> None:
+        cell = self.cells[int(received.request.group_id[1:]) % len(self.cells)]
+        self._later(lambda: self._route(cell, received))
+
+    def _from_executor(self, executor: Executor, record: TurnResult | SlackHeartbeat) -> None:
+        cell = self._cell_of[executor.name]
+        self._later(lambda: self._route(cell, record))
+        if isinstance(record, TurnResult):
+            self._later(lambda: self.rollout.on_result(record))
+
+    def _route(self, cell: Cell, event: Record | ReceivedRequest) -> None:
+        if self.events.now < cell.down_until:
+            cell.backlog.append(event)
+            return
+        for decision in cell.router.on_event(event, self.events.now):
+            self._decided(decision)
+
+    def _tick(self, cell: Cell) -> None:
+        if self.events.now < cell.down_until:
+            return
+        backlog, cell.backlog = cell.backlog, []
+        for event in backlog:
+            self._route(cell, event)
+        for decision in cell.router.tick(self.events.now):
+            self._decided(decision)
+
+    def _decided(self, decision: TurnDispatch | TurnResult) -> None:
+        if isinstance(decision, TurnResult):
+            self._later(lambda: self.rollout.on_result(decision))
+            return
+        self._dispatches += 1
+        executor, offset = self.executors[decision.worker], self._dispatches
+        self._later(lambda: executor.on_dispatch(decision, offset))
+
+    def _on_sample(self, sample: object) -> None:
+        self._later(lambda: self.trainer.on_sample(sample))
+
+    def _transfer_seconds(self, cost: CostModel) -> float:
+        training = self.scenario.training
+        return self._slow_links * cost.weight_bytes * training.delta_bytes_share / training.link_bytes_per_second
+
+    def _publish(self, version: int) -> float:
+        """Send a version to all engines; return the seconds until the slowest dedicated engine serves it."""
+        swap, longest = self.scenario.training.swap_seconds, 0.0
+        for executor in self.executors.values():
+            transfer = self._transfer_seconds(executor.cost)
+            executor.publish(version, transfer, swap)
+            if not isinstance(executor, LendingServer) and not executor.gone:
+                longest = max(longest, transfer + swap)
+        return longest + 2 * self.scenario.hop_seconds
+
+    def _lend_trainer(self, cost: CostModel) -> None:
+        """Run engines on the trainer's GPUs while the trainer waits."""
+        training, pool = self.scenario.training, self.scenario.dedicated[0]
+        borrowed = [
+            self._add_dedicated(f"trainer-{number}", cost, pool) for number in range(training.lends_gpus)
+        ]
+
+        def on_waiting(waits: bool) -> None:
+            for executor in borrowed:
+                if waits:
+                    self.events.after(
+                        training.toggle_seconds, lambda each=executor: self.trainer.training or each.restart(self.trainer.version)
+                    )
+                elif not executor.gone:
+                    executor.leave("the trainer needs its GPUs")
+
+        self.trainer.on_waiting = on_waiting
+
+    def _fail(self, failure: Failure) -> None:
+        """Let something fail, and come back later."""
+        back = self.events.now + failure.for_seconds
+        if failure.what == "router_restarts":
+            for cell in self.cells:
+                cell.down_until = back
+            return
+        if failure.what == "link_slow":
+            self._slow_links = 10.0
+            self.events.at(back, lambda: setattr(self, "_slow_links", 1.0))
+            return
+        for executor in self._chosen(failure):
+            self._fail_executor(failure, executor, back)
+
+    def _chosen(self, failure: Failure) -> list[Executor]:
+        wanted = LendingServer if failure.what == "lenders_leave" else Executor
+        candidates = [each for each in self.executors.values() if isinstance(each, wanted) and not each.gone]
+        return self._draw.sample(candidates, round(failure.share * len(candidates)))
+
+    def _fail_executor(self, failure: Failure, executor: Executor, back: float) -> None:
+        if failure.what == "heartbeats_stop":
+            executor.silent = True
+            self.events.at(back, lambda: setattr(executor, "silent", False))
+            return
+        if failure.what == "lenders_leave":
+            executor.leave("it leaves")
+        else:
+            executor.kill()
+        self.events.at(back, lambda: executor.restart(self.trainer.version))
+
+    def _check(self) -> None:
+        """Raise AssertionError if a trajectory was lost or doubled, or an executor was sent more than it offered."""
+        settled = [sample.trajectory_id for sample, _, _ in self.trainer.figures.settled]
+        opened = self.rollout.opened * self.scenario.tasks.group_size
+        if len(settled) != len(set(settled)):
+            raise AssertionError("a trajectory has two outcomes")
+        if self.rollout.finished + len(self.rollout.live) != opened or len(settled) > self.rollout.finished:
+            raise AssertionError(f"{opened} trajectories were opened, {self.rollout.finished} ended")
+        if self.overfilled:
+            raise AssertionError(f"executors were sent {self.overfilled} turns more than they offered")
