@@ -16,7 +16,7 @@ Pure: `now` is an argument. Units: seconds, tokens.
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class EngineRequest(NamedTuple):
 
     @property
     def context_tokens(self) -> int:
+        """Tokens of the context."""
         return sum(segment.tokens for segment in self.segments)
 
 
@@ -163,6 +164,7 @@ class Engine:
 
     @property
     def running(self) -> int:
+        """Number of requests in steps."""
         return len(self._prefilling) + len(self._decoding)
 
     @property
@@ -172,6 +174,7 @@ class Engine:
 
     @property
     def decoding(self) -> int:
+        """Number of requests that have their first token."""
         return len(self._decoding)
 
     @property
@@ -279,6 +282,7 @@ class Engine:
 
     @property
     def paused(self) -> bool:
+        """Whether the engine is stopped."""
         return self._paused_at is not None
 
     def layer_remaining(self, now: float) -> float:
@@ -352,7 +356,8 @@ class Engine:
         while self._decoding and self.running > 1 and self.held_tokens + len(self._decoding) > self.kv_tokens:
             self._preempt(at)
         decoding = len(self._decoding)
-        left, chunks = self.step_tokens - decoding, []
+        chunks: list[tuple[int, int]] = []
+        left = self.step_tokens - decoding
         for running in self._prefilling:
             left = self._compute(running, left, chunks)
         while self.waiting and left > 0 and self.running < self.max_running:

@@ -5,13 +5,16 @@ Keeps true
   (`IntakeGate`, `Lease`), what it tells the router (`HeartbeatWriter`). Only the engine and the time of links are models.
 - Every accepted turn is answered once, and each heartbeat lists it until then.
 - A policy version serves after its transfer and a swap between two steps. Cached prefixes of the version before are
-  dropped. A turn counts for the version with which it began.
-- A dispatch that does not fit the largest offer of the last heartbeats is counted in `overfilled`: no router may send it.
+  dropped. A turn counts for the version that it began
+  with.
+- A dispatch that does not fit the largest offer of the last heartbeats is counted in `overfilled`: no router may send
+  such a dispatch.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
@@ -23,7 +26,7 @@ from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
 from rose.schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
 from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Permission
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
-from rose.workers.executor.ipc.messages import ABORTED, EngineStatus, LendingStats, ServingStats, TurnFinished
+from rose.workers.executor.ipc.messages import ABORTED, EngineStatus, TurnFinished
 from rose.workers.executor.records import ExecutorIncarnation, HeartbeatWriter, finished_result, refused_result
 from rose.workers.executor.vllm.types import FinishedTurn
 
@@ -129,22 +132,26 @@ class Executor:
     def publish(self, version: int, transfer_seconds: float, swap_seconds: float) -> None:
         """Take a policy version: it arrives after its transfer, and the engine stops for the swap."""
         self._next_version = version
+        self._events.after(transfer_seconds, partial(self._swap, version, swap_seconds))
 
-        def swap() -> None:
-            if self._next_version == version and not self.gone:
-                self._catch_up()
-                self.engine.drop_cache()
-                self.version = version
-                if not self.engine.paused:
-                    self.engine.pause(self._events.now)
-                    self._events.after(swap_seconds, self._swapped)
-                self._beat_now()
-
-        self._events.after(transfer_seconds, swap)
+    def _swap(self, version: int, swap_seconds: float) -> None:
+        if self._next_version != version or self.gone:
+            return
+        self._catch_up()
+        self.engine.drop_cache()
+        self.version = version
+        if not self.engine.paused:
+            self.engine.pause(self._events.now)
+            self._events.after(swap_seconds, self._swapped)
+        self._beat_now()
 
     def _swapped(self) -> None:
         self.engine.resume(self._events.now)
         self.on_work()
+
+    def speak(self) -> None:
+        """Send heartbeats again."""
+        self.silent = False
 
     def leave(self, reason: str) -> None:
         """Return all turns and say so in a last heartbeat."""
@@ -246,7 +253,9 @@ class Executor:
         dispatch = self.inbox.release(key)
         many = result.sampled_tokens
         sampled = SampledTokens(
-            tokens=bytes(ITEM_BYTES * many), logprobs=bytes(ITEM_BYTES * many), spans=(VersionSpan(0, many, version),) if many else ()
+            tokens=bytes(ITEM_BYTES * many),
+            logprobs=bytes(ITEM_BYTES * many),
+            spans=(VersionSpan(0, many, version),) if many else (),
         )
         turn = FinishedTurn(
             name=name,
@@ -284,8 +293,4 @@ class Executor:
             decode_tokens_per_second=self.cost.decode_tokens_per_second(max(1, engine.running)),
             steps=0,
             step_seconds=0.0,
-            **self._lending_status(),
         )
-
-    def _lending_status(self) -> dict[str, object]:
-        return {}

@@ -11,6 +11,7 @@ Keeps true
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
@@ -20,7 +21,7 @@ from rose.pipeline.routing.router import Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.pipeline.simulation.cost_model import CostModel, load_profile
 from rose.pipeline.simulation.engine import EngineRequest
-from rose.pipeline.simulation.events import EventQueue, Stalled
+from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.lender import LendingServer, ServingEngine
 from rose.pipeline.simulation.policies import PolicyRouter
@@ -31,6 +32,7 @@ from rose.pipeline.simulation.users import Arrivals, least_loaded
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.record import Record
+from rose.schemas.samples import Sample
 from rose.schemas.turns import TurnDispatch, TurnResult
 from rose.workers.lender.admission import Promise
 
@@ -38,8 +40,6 @@ JOB = "simulated:run"
 
 SUMMARY_SECONDS = 1.0
 """Time between two summaries of a cell, and between two decisions of the control app."""
-
-STALENESS = {"synchronous": 0}
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Cell:
 class Fleet:
     """All roles of one run."""
 
-    def __init__(self, scenario: Scenario, *, rollout_only: bool = False) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.events = EventQueue()
         self.executors: dict[str, Executor] = {}
@@ -64,7 +64,6 @@ class Fleet:
         self.lenders: list[LendingServer] = []
         self._draw = random.Random(f"{scenario.seed}/fleet")
         self._dispatches = 0
-        self._published = 0
         self._around = Surroundings(
             events=self.events,
             send=self._from_executor,
@@ -103,7 +102,9 @@ class Fleet:
         profiles: dict[str, CostModel] = {}
 
         def profile(name: str) -> CostModel:
-            return profiles.setdefault(name, load_profile(name)) if name not in profiles else profiles[name]
+            if name not in profiles:
+                profiles[name] = load_profile(name)
+            return profiles[name]
 
         for place, pool in enumerate(scenario.dedicated):
             for number in range(pool.count):
@@ -120,9 +121,9 @@ class Fleet:
         if scenario.training.lends_gpus:
             self._lend_trainer(profile(scenario.dedicated[0].profile))
         for cell in self.cells:
-            self.events.repeat(0.1, lambda cell=cell: self._tick(cell), first=0.05)
+            self.events.repeat(0.1, partial(self._tick, cell), first=0.05)
         for failure in scenario.failures:
-            self.events.at(failure.at_seconds, lambda failure=failure: self._fail(failure))
+            self.events.at(failure.at_seconds, partial(self._fail, failure))
 
     def _place(self, executor: Executor) -> None:
         self.executors[executor.name] = executor
@@ -189,7 +190,7 @@ class Fleet:
         for grant in control.tick(now):
             source = GrantSource.CELL if grant.cell is not None else GrantSource.LEASED
             control.on_grant(grant.worker, grant, now, source=source)
-            self._later(lambda grant=grant, source=source: self._deliver_grant(grant, source))
+            self._later(partial(self._deliver_grant, grant, source))
 
     def _deliver_grant(self, grant: CapacityGrant, source: GrantSource) -> None:
         executor = self.executors[grant.worker]
@@ -198,8 +199,8 @@ class Fleet:
 
     def _on_user(self, request: EngineRequest) -> None:
         self._user_turn += 1
-        loads = [lambda serving=serving: serving.engine.requests for serving in self.serving]
-        self.lenders[least_loaded(loads, self._user_turn)].on_user_request(request)
+        chosen = least_loaded([serving.engine.requests for serving in self.serving], self._user_turn)
+        self.lenders[chosen].on_user_request(request)
 
     def _later(self, act: Callable[[], None]) -> None:
         self.events.after(self.scenario.hop_seconds, act)
@@ -238,7 +239,7 @@ class Fleet:
         executor, offset = self.executors[decision.worker], self._dispatches
         self._later(lambda: executor.on_dispatch(decision, offset))
 
-    def _on_sample(self, sample: object) -> None:
+    def _on_sample(self, sample: Sample) -> None:
         self._later(lambda: self.trainer.on_sample(sample))
 
     def _transfer_seconds(self, cost: CostModel) -> float:
@@ -258,20 +259,21 @@ class Fleet:
     def _lend_trainer(self, cost: CostModel) -> None:
         """Run engines on the trainer's GPUs while the trainer waits."""
         training, pool = self.scenario.training, self.scenario.dedicated[0]
-        borrowed = [
-            self._add_dedicated(f"trainer-{number}", cost, pool) for number in range(training.lends_gpus)
-        ]
+        borrowed = [self._add_dedicated(f"trainer-{number}", cost, pool) for number in range(training.lends_gpus)]
 
-        def on_waiting(waits: bool) -> None:
-            for executor in borrowed:
-                if waits:
-                    self.events.after(
-                        training.toggle_seconds, lambda each=executor: self.trainer.training or each.restart(self.trainer.version)
-                    )
-                elif not executor.gone:
-                    executor.leave("the trainer needs its GPUs")
+        self.trainer.on_waiting = partial(self._toggle_trainer, borrowed)
 
-        self.trainer.on_waiting = on_waiting
+    def _toggle_trainer(self, borrowed: list[Executor], waits: bool) -> None:
+        """Let the engines on the trainer's GPUs come or go."""
+        for executor in borrowed:
+            if waits:
+                self.events.after(self.scenario.training.toggle_seconds, partial(self._return_to_rollouts, executor))
+            elif not executor.gone:
+                executor.leave("the trainer needs its GPUs")
+
+    def _return_to_rollouts(self, executor: Executor) -> None:
+        if not self.trainer.training:
+            executor.restart(self.trainer.version)
 
     def _fail(self, failure: Failure) -> None:
         """Let something fail, and come back later."""
@@ -282,10 +284,16 @@ class Fleet:
             return
         if failure.what == "link_slow":
             self._slow_links = 10.0
-            self.events.at(back, lambda: setattr(self, "_slow_links", 1.0))
+            self.events.at(back, self._restore_links)
             return
         for executor in self._chosen(failure):
             self._fail_executor(failure, executor, back)
+
+    def _restore_links(self) -> None:
+        self._slow_links = 1.0
+
+    def _restart(self, executor: Executor) -> None:
+        executor.restart(self.trainer.version)
 
     def _chosen(self, failure: Failure) -> list[Executor]:
         wanted = LendingServer if failure.what == "lenders_leave" else Executor
@@ -295,13 +303,13 @@ class Fleet:
     def _fail_executor(self, failure: Failure, executor: Executor, back: float) -> None:
         if failure.what == "heartbeats_stop":
             executor.silent = True
-            self.events.at(back, lambda: setattr(executor, "silent", False))
+            self.events.at(back, executor.speak)
             return
         if failure.what == "lenders_leave":
             executor.leave("it leaves")
         else:
             executor.kill()
-        self.events.at(back, lambda: executor.restart(self.trainer.version))
+        self.events.at(back, partial(self._restart, executor))
 
     def _check(self) -> None:
         """Raise AssertionError if a trajectory was lost or doubled, or an executor was sent more than it offered."""

@@ -11,6 +11,9 @@ Keeps true
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+import msgspec
 
 from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
@@ -19,7 +22,7 @@ from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
-from rose.workers.executor.ipc.messages import LendingStats, NextWork, Resume, ServingStats, Suspend, WorkKind
+from rose.workers.executor.ipc.messages import EngineStatus, LendingStats, NextWork, Resume, ServingStats, Suspend, WorkKind
 from rose.workers.lender.admission import Admission, Promise, ServingState
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
 
@@ -125,19 +128,18 @@ class LendingServer(Executor):
         engine = self.serving.engine
         self.admission.on_arrival(request.context_tokens, now)
         wait = 0.0 if engine.requests else self.engine.layer_remaining(now)
-
-        def arrive() -> None:
-            self._catch_up()
-            self._serve()
-            self._stop_guest()
-            engine.add(request, self._events.now)
-            self._share_memory()
-            self._look_at_serving()
-
         if wait:
-            self._events.after(wait, arrive)
+            self._events.after(wait, partial(self._admit_user, request))
         else:
-            arrive()
+            self._admit_user(request)
+
+    def _admit_user(self, request: EngineRequest) -> None:
+        self._catch_up()
+        self._serve()
+        self._stop_guest()
+        self.serving.engine.add(request, self._events.now)
+        self._share_memory()
+        self._look_at_serving()
 
     def on_work(self) -> None:
         """Let the guest compute if it may."""
@@ -165,19 +167,18 @@ class LendingServer(Executor):
 
     def _wake_guest(self) -> None:
         self._parked, self._wake = WAKING, self._wake + 1
-        wake = self._wake
         version, transfer_seconds = self._newest_version()
+        self._events.after(self.cost.wake_seconds + transfer_seconds, partial(self._woken, self._wake, version))
 
-        def ready() -> None:
-            if wake == self._wake and self._parked == WAKING and not self.gone:
-                self._parked, self._computed_at = "", self._events.now
-                newest, more_seconds = self._newest_version()
-                self.version = version
-                if newest != version:
-                    self.publish(newest, more_seconds, 0.0)
-                self._beat_now()
-
-        self._events.after(self.cost.wake_seconds + transfer_seconds, ready)
+    def _woken(self, wake: int, version: int) -> None:
+        if wake != self._wake or self._parked != WAKING or self.gone:
+            return
+        self._parked, self._computed_at = "", self._events.now
+        self.version = version
+        newest, transfer_seconds = self._newest_version()
+        if newest != version:
+            self.publish(newest, transfer_seconds, 0.0)
+        self._beat_now()
 
     def _park_guest(self) -> None:
         self._return_turns(self.gate.reason or PARKED)
@@ -295,7 +296,8 @@ class LendingServer(Executor):
         """Decide how much KV memory each tenant may hold, and return the turns that no longer fit."""
         serving, guest, now = self.serving.engine, self.engine, self._events.now
         if self._parked:
-            serving.limit_kv(serving.cost.kv_cache_tokens, now) if serving.kv_tokens != serving.cost.kv_cache_tokens else None
+            if serving.kv_tokens != serving.cost.kv_cache_tokens:
+                serving.limit_kv(serving.cost.kv_cache_tokens, now)
             return
         ours, theirs = serving.cost.kv_bytes_per_token, self.cost.kv_bytes_per_token
         wanted = sum(each.request.context_tokens for each in serving.waiting) * ours
@@ -326,13 +328,13 @@ class LendingServer(Executor):
     def _memory_limit(self) -> int:
         return self._permission().kv_bytes or 1 << 62
 
-    def _lending_status(self) -> dict[str, object]:
+    def _status(self) -> EngineStatus:
         engine, shares = self.serving.engine, self._shares
         blocked = bool(engine.requests) and not self._parked
-        return {
-            "blocked_seconds": self._events.now - self._computed_at if blocked else 0.0,
-            "suspended_reason": self._parked,
-            "serving": ServingStats(engine.running, len(engine.waiting), None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {}),
-            "lending": None if shares is None else LendingStats(shares.budget_bytes, shares.frozen),
-        }
-
+        return msgspec.structs.replace(
+            super()._status(),
+            blocked_seconds=self._events.now - self._computed_at if blocked else 0.0,
+            suspended_reason=self._parked,
+            serving=ServingStats(engine.running, len(engine.waiting), None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {}),
+            lending=None if shares is None else LendingStats(shares.budget_bytes, shares.frozen),
+        )

@@ -42,6 +42,7 @@ class OpenTurn:
 
     @property
     def need(self) -> int:
+        """Most KV tokens that the turn may hold."""
         request = self.received.request
         return request.context_tokens + request.sampling.max_tokens
 

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.pipeline.simulation.events import EventQueue
@@ -119,13 +120,15 @@ class Rollout:
             pace = math.exp(own.gauss(0.0, tasks.trajectory_spread))
             solved = own.random() < chance
             self.live[name] = Trajectory(name, group, turns, pace, solved, tasks.prompt_tokens, draw=own)
-            self._events.after(tasks.reset_seconds, lambda name=name: self._ask(name))
+            self._events.after(tasks.reset_seconds, partial(self._ask, name))
 
     def work_of(self, dispatch: TurnDispatch) -> Work:
         """Return what a dispatched turn will do."""
         trajectory, prompt = self.live[dispatch.request.trajectory_id], self._tasks.prompt_tokens
         own = trajectory.context_tokens - prompt
-        return Work((Segment(f"prompt {trajectory.group}", prompt), Segment(trajectory.name, own)), trajectory.new_tokens)
+        return Work(
+            (Segment(f"prompt {trajectory.group}", prompt), Segment(trajectory.name, own)), trajectory.new_tokens
+        )
 
     def on_result(self, result: TurnResult) -> None:
         """Apply a result: the environment makes a step, or the trajectory ends."""

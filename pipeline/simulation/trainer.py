@@ -84,6 +84,7 @@ class Trainer:
 
     @property
     def done(self) -> bool:
+        """Whether all steps of the scenario are trained."""
         return len(self.figures.steps) >= self._scenario.training.steps
 
     def start(self) -> None:

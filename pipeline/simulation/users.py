@@ -10,6 +10,7 @@ Keeps true
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import EngineRequest
@@ -48,7 +49,7 @@ class Arrivals:
             for offset in sorted(self._draw.random() for _ in range(self._poisson(self._rate(now)))):
                 number += 1
                 request = self._request(number, now + offset)
-                events.at(request.arrived_at, lambda request=request: send(request))
+                events.at(request.arrived_at, partial(send, request))
 
         events.repeat(1.0, second)
 
@@ -80,10 +81,10 @@ class Arrivals:
         return EngineRequest(name, (Segment(name, min(prompt, 16_384)),), min(new, 4_096), at)
 
 
-def least_loaded(engines: Sequence[Callable[[], int]], turn: int) -> int:
-    """Return the engine with the fewest requests, from `turn` on."""
-    count = len(engines)
-    return min(range(count), key=lambda each: (engines[each](), (each - turn) % count))
+def least_loaded(requests: Sequence[int], turn: int) -> int:
+    """Return the place of the least number of requests; of several, the first at or after `turn`."""
+    count = len(requests)
+    return min(range(count), key=lambda each: (requests[each], (each - turn) % count))
 
 
 def _factor(seed: int, name: str, peak: float) -> float:
