@@ -2,7 +2,8 @@
 
 Keeps true
 - What an executor decides is decided by the production code: which turns it takes (`Inbox`), whether it takes any
-  (`IntakeGate`, `Lease`), what it tells the router (`HeartbeatWriter`). Only the engine and the time of links are models.
+  (`IntakeGate`, `Lease`), what it tells the router (`HeartbeatWriter`). Only the engine and the time of links
+  are models.
 - Every accepted turn is answered once, and each heartbeat lists it until then.
 - A policy version serves after its transfer and a swap between two steps. Cached prefixes of the version before are
   dropped. A turn counts for the version that it began

@@ -22,7 +22,15 @@ from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
-from rose.workers.executor.ipc.messages import EngineStatus, LendingStats, NextWork, Resume, ServingStats, Suspend, WorkKind
+from rose.workers.executor.ipc.messages import (
+    EngineStatus,
+    LendingStats,
+    NextWork,
+    Resume,
+    ServingStats,
+    Suspend,
+    WorkKind,
+)
 from rose.workers.lender.admission import Admission, Promise, ServingState
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
 

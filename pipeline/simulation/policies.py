@@ -7,7 +7,6 @@ Keeps true
 """
 
 from collections import deque
-
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +15,6 @@ from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
 from rose.schemas.record import Record
 from rose.schemas.turns import Part, PlacementCost, TurnDispatch, TurnOutcome, TurnResult
-
 
 NO_COST = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
 

@@ -27,6 +27,7 @@ COMMAND = (
     "rose.pipeline.process_setup",
     "rose.pipeline.monitor",
     "rose.pipeline.report",
+    "rose.pipeline.simulation",
     "rose.pipeline.local",
     "rose.pipeline.cli",
     "rose.pipeline.observability",
