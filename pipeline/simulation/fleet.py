@@ -8,10 +8,13 @@ Keeps true
   otherwise `run` raises.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
@@ -19,6 +22,7 @@ from rose.pipeline.routing.cell_summary import summarize_cell
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.router import Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.pipeline.simulation.allocator import LOOK_SECONDS, Allocator
 from rose.pipeline.simulation.cost_model import CostModel, load_profile
 from rose.pipeline.simulation.engine import EngineRequest
 from rose.pipeline.simulation.events import EventQueue
@@ -26,7 +30,7 @@ from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.lender import LendingServer, ServingEngine
 from rose.pipeline.simulation.policies import PolicyRouter
 from rose.pipeline.simulation.rollout import Rollout
-from rose.pipeline.simulation.scenario import Failure, Lending, Pool, Scenario
+from rose.pipeline.simulation.scenario import Elastic, Failure, Lending, Pool, Scenario
 from rose.pipeline.simulation.trainer import Trainer
 from rose.pipeline.simulation.users import Arrivals, least_loaded
 from rose.schemas.grants import CapacityGrant, GrantSource
@@ -62,6 +66,10 @@ class Fleet:
         self.executors: dict[str, Executor] = {}
         self.serving: list[ServingEngine] = []
         self.lenders: list[LendingServer] = []
+        self._moved: list[Executor] = []
+        """With an allocator: the engine of the rollouts on each serving engine's GPUs."""
+        self._away: set[int] = set()
+        """Serving engines that an allocator has moved, or is moving, to the rollouts."""
         self._draw = random.Random(f"{scenario.seed}/fleet")
         self._dispatches = 0
         self._around = Surroundings(
@@ -118,6 +126,8 @@ class Fleet:
                 Arrivals(scenario.users, cost, lending.count, scenario.seed).start(self.events, self._on_user)
             if scenario.elastic.how == "lend":
                 self._start_control()
+            elif scenario.elastic.how == "whole":
+                self._start_allocator(lending, profile(lending.guest_profile))
         if scenario.training.lends_gpus:
             self._lend_trainer(profile(scenario.dedicated[0].profile))
         for cell in self.cells:
@@ -178,6 +188,36 @@ class Fleet:
         self.control = ElasticityCore(ControlConfig(most_lenders=self.scenario.elastic.at_most), JOB)
         self.events.repeat(SUMMARY_SECONDS, self._control, first=0.5)
 
+    def _start_allocator(self, lending: Lending, cost: CostModel) -> None:
+        """Let an allocator move whole engines between users and rollouts."""
+        pool = Pool(profile=lending.guest_profile, count=lending.count, max_turns=lending.max_turns)
+        for number in range(lending.count):
+            moved = self._add_dedicated(f"moved-{number}", cost, pool)
+            moved.gone = True
+            self._moved.append(moved)
+        capacity = self.scenario.elastic.engine_requests or peak_requests(self.scenario)
+        allocator = Allocator(lending.count, capacity=capacity, delay_seconds=self.scenario.elastic.allocation_seconds)
+        self.events.repeat(LOOK_SECONDS, partial(self._allocate, allocator))
+
+    def _allocate(self, allocator: Allocator) -> None:
+        now = self.events.now
+        requests = sum(serving.engine.requests for serving in self.serving)
+        serve = allocator.engines_to_serve(requests, now)
+        away = sorted(self._away)
+        for number in away[: max(0, serve - (len(self.serving) - len(away)))]:
+            self._away.discard(number)
+            if not self._moved[number].gone:
+                self._moved[number].leave("users need its GPUs")
+        serving = sorted(set(range(len(self.serving))) - self._away)
+        serving.sort(key=lambda number: self.serving[number].engine.requests)
+        for number in serving[: max(0, len(serving) - serve)]:
+            self._away.add(number)
+            self.events.after(self.scenario.elastic.allocation_seconds, partial(self._join, number))
+
+    def _join(self, number: int) -> None:
+        if number in self._away and self._moved[number].gone:
+            self._moved[number].restart(self.trainer.version)
+
     def _control(self) -> None:
         """Write the cells' summaries, and let the control app decide."""
         now, control = self.events.now, self.control
@@ -199,8 +239,9 @@ class Fleet:
 
     def _on_user(self, request: EngineRequest) -> None:
         self._user_turn += 1
-        chosen = least_loaded([serving.engine.requests for serving in self.serving], self._user_turn)
-        self.lenders[chosen].on_user_request(request)
+        in_service = [lender for number, lender in enumerate(self.lenders) if number not in self._away]
+        chosen = least_loaded([lender.serving.engine.requests for lender in in_service], self._user_turn)
+        in_service[chosen].on_user_request(request)
 
     def _later(self, act: Callable[[], None]) -> None:
         self.events.after(self.scenario.hop_seconds, act)
@@ -321,3 +362,24 @@ class Fleet:
             raise AssertionError(f"{opened} trajectories were opened, {self.rollout.finished} ended")
         if self.overfilled:
             raise AssertionError(f"executors were sent {self.overfilled} turns more than they offered")
+
+
+PEAK_SECONDS = 1200.0
+"""Time over which `peak_requests` looks at users."""
+
+
+def peak_requests(scenario: Scenario) -> int:
+    """Return the largest number of concurrent requests that one engine of the serving fleet has without rollouts."""
+    lending = scenario.lending
+    assert lending is not None
+    one = (Pool(profile=lending.guest_profile, count=1),)
+    alone = Fleet(msgspec.structs.replace(scenario, dedicated=one, elastic=Elastic(how="none"), failures=()))
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, *(serving.engine.requests for serving in alone.serving))
+
+    alone.events.repeat(0.1, look)
+    alone.events.run_until(lambda: alone.events.now >= PEAK_SECONDS, latest=math.inf)
+    return most

@@ -59,6 +59,15 @@ class Lending(Part, frozen=True, kw_only=True):
     yield_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.02
 
 
+class Spike(Part, frozen=True, kw_only=True):
+    """A time in which the users send more."""
+
+    at_seconds: Seconds
+    for_seconds: Seconds
+    factor: Annotated[float, Meta(gt=0, le=1000)]
+    """Rate in this time relative to what it would be."""
+
+
 class Users(Part, frozen=True, kw_only=True):
     """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second."""
 
@@ -72,6 +81,7 @@ class Users(Part, frozen=True, kw_only=True):
     prompt_spread: Spread = 0.9
     new_tokens: Positive = 129
     new_spread: Spread = 0.8
+    spikes: tuple[Spike, ...] = ()
 
 
 class Tasks(Part, frozen=True, kw_only=True):
@@ -140,6 +150,9 @@ class Elastic(Part, frozen=True, kw_only=True):
     """`none`: never. `lend`: turn by turn. `whole`: an allocator moves whole engines."""
     allocation_seconds: Seconds = 60.0
     """With `whole`: time until a moved engine takes turns."""
+    engine_requests: Count = 0
+    """With `whole`: concurrent requests for which an engine is provisioned; 0: as many as an engine with users of its
+    own has at most."""
     at_most: Count = 0
     """Most engines that lend at once; 0 sets no limit."""
 

@@ -7,7 +7,7 @@ Keeps true
   engines serve the new version. An asynchronous trainer keeps groups open for `max_staleness` further steps.
 - With `dapo`, a group without a signal is replaced by another one.
 
-Training takes `6 * parameters` floating-point operations a token (forward and backward pass) at a stated share of the
+Training takes `FLOPS_PER_TOKEN_AND_PARAMETER * parameters` floating-point operations a token, at a stated share of the
 peak of its GPUs.
 """
 
@@ -25,7 +25,8 @@ from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select
 VOCABULARY = 1
 """Simulated samples hold token 0 only."""
 
-FLOPS_PER_TOKEN_AND_PARAMETER = 6.0
+FLOPS_PER_TOKEN_AND_PARAMETER = 8.0
+"""Forward and backward pass (6), and the forward pass that computes the logprobs of the policy to be trained (2)."""
 
 
 @dataclass(slots=True)

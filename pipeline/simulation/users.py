@@ -62,7 +62,10 @@ class Arrivals:
         by_second = _factor(self._seed, f"second {second}", users.second_peak / users.minute_peak)
         if minute % (PEAK_EVERY_SECONDS // MINUTE) == 1 and second % MINUTE == MINUTE // 2:
             by_second = users.second_peak / users.minute_peak
-        return self.requests_per_second * by_minute * by_second
+        spikes = (
+            each.factor for each in users.spikes if each.at_seconds <= second < each.at_seconds + each.for_seconds
+        )
+        return self.requests_per_second * by_minute * by_second * math.prod(spikes)
 
     def _poisson(self, mean: float) -> int:
         if mean > 500:
