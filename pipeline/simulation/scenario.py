@@ -167,7 +167,7 @@ class Failure(Part, frozen=True, kw_only=True):
     for_seconds: Seconds = 30.0
     """Time until what has failed is back."""
     recovers_within_seconds: Seconds = 60.0
-    """The run must be as fast as before within this time after that."""
+    """The run may end later than a run without failures by `for_seconds` and this time."""
 
 
 class Scenario(Part, frozen=True, kw_only=True):
