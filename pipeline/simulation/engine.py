@@ -312,6 +312,12 @@ class Engine:
         """Forget cached prefixes: another policy version computes other KV."""
         self.cache.clear()
 
+    def count_steps(self, now: float) -> None:
+        """Count the planned steps that have ended, for `busy_seconds` and `token_gaps`."""
+        if self._plan.steps:
+            at = now if self._paused_at is None else self._paused_at
+            self._count_steps(min(self._plan.whole_steps(max(0.0, at - self._plan.began)), self._plan.steps - 1))
+
     def _plan_again(self, now: float) -> None:
         """Plan again at the end of the step under way, or now if none is under way."""
         plan = self._plan
@@ -319,9 +325,7 @@ class Engine:
             if self._paused_at is None:
                 self._begin(now)
             return
-        at = now if self._paused_at is None else self._paused_at
-        done = min(plan.whole_steps(max(0.0, at - plan.began)), plan.steps - 1)
-        self._count_steps(done)
+        self.count_steps(now)
         self._plan = self._plan._replace(steps=1)
 
     def _count_steps(self, steps: int) -> None:
