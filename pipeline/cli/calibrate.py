@@ -20,6 +20,9 @@ BATCHES, LENGTHS = (1, 4, 16, 64), ((64, 64), (256, 64), (1024, 64), (1024, 256)
 SWEEP_SEED = 0
 """Seed of a sweep's prompts."""
 
+FACTORED = ("linear", "output", "decode_attention", "prefill_attention")
+"""Tables of a profile that the two factors change."""
+
 HEADER = ("isl", "osl", "batch", "tp", "ttft_ms", "tpot_ms")
 """First line of a sweep's file."""
 
@@ -105,11 +108,16 @@ def _measure(server: str, model: str | None, profile: Profile, file: Path) -> No
 
 
 def calibrated(profile: Profile, found: Calibration, rows: str, name: str) -> Profile:
-    """Return the profile with the fitted figures, whose source names the file of the rows."""
-    fitted = apply(profile, found.fit)
+    """Return the profile with the fitted figures; the source of each changed table names the file of the rows."""
+    replace, fit = msgspec.structs.replace, found.fit
+    fitted = apply(profile, fit)
     source = f"fitted on {found.before.rows} rows of {rows}; on rows that were not fitted, {_shares(found.held_out)}"
-    host = msgspec.structs.replace(fitted.host, source=source)
-    return msgspec.structs.replace(fitted, name=name, host=host)
+    fitted = replace(fitted, name=name, host=replace(fitted.host, source=source))
+    if (fit.memory_factor, fit.compute_factor) == (1.0, 1.0):
+        return fitted
+    scaled = f"; memory times {fit.memory_factor:.3f} and compute times {fit.compute_factor:.3f}, fitted on {rows}"
+    tables = {table: getattr(fitted, table) for table in FACTORED}
+    return replace(fitted, **{table: replace(each, source=each.source + scaled) for table, each in tables.items()})
 
 
 def describe(found: Calibration) -> list[str]:

@@ -127,8 +127,26 @@ def test_command_writes_a_profile_that_it_can_start_from_again(tmp_path: Path) -
     assert json.loads(result.read_bytes())["fit"]["sequence_seconds"] == pytest.approx(0.0001, rel=1e-3)
     assert load_profile(out).name == "mine"
     assert load_profile(out).decode_terms(1)[0] > load_profile(BASE).decode_terms(1)[0]
+    assert "rows.csv" in read_profile(out).host.source and "rows.csv" not in read_profile(out).linear.source
     again = rose("calibrate", str(rows), "--profile", str(out), "--where", "engine=mine")
     assert "8 rows before the fit: median error 0.0%" in again.stdout
+
+
+def test_every_table_that_the_factors_change_names_the_rows_as_a_source(tmp_path: Path) -> None:
+    out = tmp_path / "mine.toml"
+    slower = Fit(0.004, 0.0001, memory_factor=1.5, compute_factor=0.8)
+    rows = rows_file(tmp_path, slower)
+    with rows.open("a", encoding="utf-8") as file:  # four figures need more rows than two
+        model = CostModel.of(apply(read_profile(BASE), slower))
+        for batch in (2, 8, 32, 48):
+            row = Row(tp=1, isl=1024, osl=256, batch=batch, tpot_ms=1.0)
+            file.write(f"mine,1024,256,{batch},1,{tpot_seconds(model, row) * 1e3}\n")
+    done = rose("calibrate", str(rows), "--profile", BASE, "--where", "engine=mine", "--factors", "--out", str(out))
+    assert "memory 1.50, compute 0.80" in done.stdout, done.stderr
+    before, after = read_profile(BASE), read_profile(out)
+    assert after.linear.seconds != before.linear.seconds and "rows.csv" in after.linear.source
+    changed = {each.source for each in (after.output, after.decode_attention, after.prefill_attention)}
+    assert all("rows.csv" in source for source in changed) and "rows.csv" not in after.memory.source
 
 
 @pytest.mark.parametrize(
