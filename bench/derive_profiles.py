@@ -171,7 +171,8 @@ def _rows(folder: Path, table: str, **wanted: Any) -> Iterable[dict[str, Any]]:
     for column, value in wanted.items():
         equal = pc.field(column) == value
         condition = equal if condition is True else condition & equal
-    return pq.read_table(file, filters=condition).to_pylist()
+    rows: list[dict[str, Any]] = pq.read_table(file, filters=condition).to_pylist()
+    return rows
 
 
 def _gemm_ratio(outputs: int, inputs: int, tokens: int, card: Card) -> float:

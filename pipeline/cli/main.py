@@ -412,6 +412,43 @@ def show_config(common: Common) -> None:
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
 
 
+@app.command(rich_help_panel=LOOKING)
+@keep_docstring
+def calibrate(
+    rows: Annotated[
+        Path, typer.Argument(metavar="ROWS.csv", help="Measured latencies; with --server, the file to write.")
+    ],
+    profile: Annotated[
+        list[str],
+        typer.Option(
+            "--profile", metavar="NAME", help="Profile to start from, or its file. Repeat for other parallel sizes."
+        ),
+    ],
+    where: Annotated[
+        list[str] | None, typer.Option("--where", metavar="COLUMN=VALUE", help="Only these rows. Repeatable.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="URL", help="Measure this server first: a sweep of minutes.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Model at the server; default: its first.")
+    ] = None,
+    factors: Annotated[
+        bool, typer.Option("--factors", help="Also fit memory and compute: for another card or model.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.toml", help="File for the calibrated profile.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result, as JSON.")] = None,
+) -> None:
+    """Fit the simulator's cost model to measured latencies, and print its error on rows that it was not fitted to."""
+    from rose.pipeline.cli.calibrate import calibrate_profiles
+
+    if model is not None and server is None:
+        raise UsageError("--model names a model at a server: give --server URL too")
+    calibrate_profiles(rows, profile, where or [], server=server, model=model, factors=factors, out=out, output=output)
+
+
 @dlq.command("list")
 @with_common
 def dlq_list(
