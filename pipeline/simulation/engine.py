@@ -146,7 +146,7 @@ class Engine:
         """Seconds from one token of a request to the next, over all tokens."""
         self.before_step: BeforeStep | None = None
         self.single_steps = False
-        """Whether to plan one step at a time, so that `before_step` is called before each."""
+        """Whether one step is planned at a time, so that `before_step` is called before each (`plan_single_steps`)."""
         self._prefilling: list[Running] = []
         self._decoding: dict[str, Running] = {}
         self._ends: list[tuple[int, int, Running]] = []
@@ -268,6 +268,13 @@ class Engine:
         """Whether the running requests hold more than `kv_tokens`."""
         return self.held_tokens > self.kv_tokens
 
+    def plan_single_steps(self, single: bool, now: float) -> None:
+        """Plan one step at a time from now on, or as many as are equal."""
+        if single != self.single_steps:
+            self.single_steps = single
+            if single and self._plan.steps > 1:
+                self._plan_again(now)
+
     def pause(self, now: float) -> None:
         """Stop in mid-step."""
         if self._paused_at is None:
@@ -296,6 +303,13 @@ class Engine:
         done = plan.whole_steps(now - plan.began)
         layer = (plan.first_seconds + done * plan.growth_seconds) / self.cost.layers
         return layer - (now - plan.began - plan.seconds(done)) % layer
+
+    def step_remaining(self, now: float) -> float:
+        """Return the seconds until the step under way ends; 0 while nothing is planned. The engine is not paused."""
+        plan = self._plan
+        into = max(0.0, now - plan.began)
+        done = plan.whole_steps(into)
+        return plan.seconds(done + 1) - into if done < plan.steps else 0.0
 
     def drop_cache(self) -> None:
         """Forget cached prefixes: another policy version computes other KV."""

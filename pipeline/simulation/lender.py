@@ -152,7 +152,9 @@ class LendingServer(Executor):
     def on_work(self) -> None:
         """Let the guest compute if it may."""
         self._let_guest_compute()
-        self.serving.engine.single_steps = bool(self.admission.promise.dial and self.engine.requests)
+        shares_steps = bool(self.admission.promise.dial and self.engine.requests)
+        self.serving.engine.plan_single_steps(shares_steps, self._events.now)
+        self._look_at_serving()
         self._look_again()
 
     def _permission(self) -> Permission:
@@ -252,16 +254,11 @@ class LendingServer(Executor):
             return 0.0
         self.engine.step_tokens = max(1, decision.tokens)
         self.engine.resume(at)
-        seconds = min(decision.seconds, self._guest_seconds(at))
+        seconds = min(decision.seconds, self.engine.step_remaining(at))
         self.admission.on_guest_run(held=state.held, seconds=seconds)
         self._events.at(at + seconds, self._end_guest_turn)
         self._look_again()
         return seconds
-
-    def _guest_seconds(self, at: float) -> float:
-        """Return the seconds until the guest's present step ends."""
-        plan = self.engine.plan
-        return max(0.0, plan.began + plan.first_seconds - at) if plan.steps else 0.0
 
     def _end_guest_turn(self) -> None:
         if self.serving.engine.requests:
