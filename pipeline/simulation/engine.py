@@ -111,6 +111,8 @@ class Plan(NamedTuple):
     def whole_steps(self, seconds: float) -> int:
         """Return how many steps have ended `seconds` after the beginning."""
         first, growth = self.first_seconds, self.growth_seconds
+        if not self.steps:
+            return 0
         if growth <= 0.0:
             steps = int((seconds + ROUNDING) / first)
         else:
@@ -137,6 +139,8 @@ class Engine:
         self.max_running = max_running
         self.step_tokens = step_tokens
         self.kv_tokens = kv_tokens
+        self._most_kv_tokens = kv_tokens
+        """The KV memory before `limit_kv`."""
         self.cache = PrefixCache(cost.block_tokens)
         self.waiting: deque[EngineResult] = deque()
         """Requests without a slot, with what they had before they were preempted."""
@@ -217,10 +221,10 @@ class Engine:
         return max((*self._prefilling, *self._decoding.values()), key=lambda each: each.ticket).request.name
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Add a request. The next step may include it. Raises ValueError if it can never run."""
+        """Add a request. The next step may include it. Raises ValueError if even the whole KV memory is too small."""
         need = request.context_tokens + request.new_tokens
-        if need > self.kv_tokens:
-            raise ValueError(f"{request.name} needs {need} KV tokens, and there are {self.kv_tokens}")
+        if need > self._most_kv_tokens:
+            raise ValueError(f"{request.name} needs {need} KV tokens, and there are {self._most_kv_tokens}")
         self.waiting.append(EngineResult(request))
         self._plan_again(now)
 

@@ -23,11 +23,11 @@ def small_cost(kv_tokens: int = 400) -> CostModel:
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Return a scenario of four engines and four small groups, with changes in the form of a TOML file."""
+    """Return a scenario of two engines and four groups, with changes in the form of a TOML file."""
     fields: dict[str, Any] = {
         "name": "test",
-        "dedicated": [{"profile": PROFILE, "count": 4, "max_turns": 4}],
-        "tasks": {"groups": 4, "group_size": 4, "turns": 3, "new_tokens": 60, "max_turn_tokens": 400},
+        "dedicated": [{"profile": PROFILE, "count": 2, "max_turns": 2}],
+        "tasks": {"groups": 4, "group_size": 12, "turns": 4, "new_tokens": 150, "max_turn_tokens": 600},
         "training": {"steps": 2, "fixed_seconds": 1.0},
         "elastic": {"how": "none"},
     }
