@@ -213,6 +213,11 @@ class LendingServer(Executor):
         self.engine.limit_kv(0, self._events.now)
         self._share_memory()
 
+    def restart(self, version: int) -> None:
+        """Come back with a parked guest, as a new incarnation."""
+        self._park_guest()
+        super().restart(self.version)
+
     def publish(self, version: int, transfer_seconds: float, swap_seconds: float) -> None:
         """Take a policy version, unless the guest is parked: a guest takes the newest version when it wakes."""
         if not self._parked:
