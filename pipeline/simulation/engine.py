@@ -463,9 +463,9 @@ class Engine:
         shared = sum(segment.tokens for segment in request.segments[:-1])
         own = max(0, running.computed - shared) + sampled
         self._held -= own
-        for segment in request.segments[:-1]:
-            self.cache.release(segment.name)
         self.cache.put(request.segments[-1].name, max(0, own - 1))
+        for segment in reversed(request.segments[:-1]):  # the end of a context is evicted before its beginning
+            self.cache.release(segment.name)
         self.cache.shrink(max(0, self.kv_tokens - self._held))
         return EngineResult(
             request,
