@@ -363,7 +363,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tables = Tables(arguments.tables)
     host = fitted_host(tables, arguments.tables)
-    for model, ranks in ((QWEN3_8B, 1), (QWEN3_32B, 2), (QWEN3_32B, 4), (QWEN3_32B, 8)):
+    for model, ranks in ((QWEN3_8B, 1), (QWEN3_8B, 2), (QWEN3_32B, 2), (QWEN3_32B, 4), (QWEN3_32B, 8)):
         for card in CARDS:
             profile = profile_of(tables, model, card, ranks, host)
             (arguments.out / f"{profile.name}.toml").write_text(write_profile(profile), encoding="utf-8")

@@ -500,7 +500,7 @@ class Engine:
         block = self.cost.block_tokens
         computed = running.computed + max(0, sampled - 1)  # the last sampled token was no input yet
         self.cache.put(last.name, max(0, computed // block * block - before))
-        for segment in reversed(shared):
+        for segment in reversed(shared):  # the end of a context is evicted before its beginning
             self.cache.release(segment.name)
         self.cache.shrink(max(0, self.kv_tokens - self._held))
         return EngineResult(
