@@ -386,12 +386,27 @@ def audit(common: Common) -> None:
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def replay(
-    common: Common, trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")]
+    common: Common,
+    trajectory: Annotated[str | None, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")] = None,
+    since: Annotated[
+        str | None, typer.Option("--from", metavar="TIME", help="Repeat decisions from here on, e.g. 2026-01-31T12:00.")
+    ] = None,
+    until: Annotated[str | None, typer.Option("--to", metavar="TIME", help="End of that stretch of time.")] = None,
 ) -> None:
-    """Show the life of one trajectory, turn by turn."""
-    from rose.pipeline.cli.replay import print_replay
+    """Show the life of one trajectory, or repeat the decisions of a stretch of time and compare them with the log.
 
-    print_replay(common, trajectory)
+    Exit status 1 if a decision differs.
+    """
+    if trajectory is not None and since is None and until is None:
+        from rose.pipeline.cli.replay import print_replay
+
+        print_replay(common, trajectory)
+    elif trajectory is None and (since or until):
+        from rose.pipeline.cli.replay_decisions import compare_decisions
+
+        compare_decisions(common, since, until)
+    else:
+        raise UsageError("give a TRAJECTORY, or --from TIME and --to TIME")
 
 
 @app.command(rich_help_panel=LOOKING)
