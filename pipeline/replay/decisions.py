@@ -86,6 +86,12 @@ class Difference(NamedTuple):
         """Time of the decision in unix seconds."""
         return min(outcome.at for outcome in (self.logged, self.made) if outcome is not None)
 
+    @property
+    def moves(self) -> bool:
+        """Whether log and core place the turn on different executors; a turn that one side does not place counts."""
+        workers = [getattr(outcome and outcome.record, "worker", None) for outcome in (self.logged, self.made)]
+        return workers[0] != workers[1]
+
 
 @dataclass(slots=True)
 class CoreReplay:
@@ -285,11 +291,13 @@ def replay_core(
 ) -> CoreReplay:
     """Repeat one core and compare its decisions between `since` and `until`, in unix seconds.
 
-    `explained`: for so many of the differing turns the costs of all executors are computed, which repeats the core once
-    more. Raises TopicMissing, BusError or FetchStalled.
+    `explained`: for so many of the differing turns, and of the turns that are placed elsewhere, the costs of all
+    executors are computed. That repeats the core once more. Raises TopicMissing, BusError or FetchStalled.
     """
     replay = _Comparison(core, source, since, until).run(frozenset())
-    times = frozenset(each.made.at for each in replay.differences[:explained] if each.made is not None)
+    moved = [each for each in replay.differences if each.moves]
+    chosen = [*replay.differences[:explained], *moved[:explained]]
+    times = frozenset(each.made.at for each in chosen if each.made is not None)
     if times and core.cell is not None:
         return _Comparison(core, source, since, until).run(times)
     return replay

@@ -11,7 +11,7 @@ from rose.schemas.grants import CapacityGrant
 from rose.schemas.turns import PlacementCost, TurnDispatch, TurnResult
 
 SHOWN_DIFFERENCES = 20
-"""Differences that are printed for each core."""
+"""Later differences that are printed for each core."""
 
 SHOWN_COSTS = 8
 """Executors whose costs are printed, the cheapest first."""
@@ -27,13 +27,7 @@ def describe_replays(replays: Sequence[CoreReplay], unjournaled: int) -> Iterato
     for replay in replays:
         if replay.differences:
             yield f"{replay.core.name}, from {format_utc(replay.core.began_at / 1e6, TIME)}:"
-            for number, difference in enumerate(replay.differences[:SHOWN_DIFFERENCES]):
-                yield from (f"  {line}" for line in _describe(difference))
-                if not number and len(replay.differences) > 1:
-                    yield "  Later differences may follow from this one:"
-            more = len(replay.differences) - SHOWN_DIFFERENCES
-            if more > 0:
-                yield f"  and {more} more"
+            yield from (f"  {line}" for line in _differences(replay.differences))
         if replay.gap:
             yield f"{replay.core.name}: not compared from there on: {replay.gap}"
     if unjournaled:
@@ -47,6 +41,23 @@ def describe_replays(replays: Sequence[CoreReplay], unjournaled: int) -> Iterato
 
 def _counts(replay: CoreReplay) -> tuple[int, int]:
     return replay.compared, len(replay.differences)
+
+
+def _differences(differences: Sequence[Difference]) -> Iterator[str]:
+    """The first difference, the first turn that is placed elsewhere, and the others."""
+    first, *rest = differences
+    yield from _describe(first)
+    moved = [each for each in differences if each.moves]
+    if moved and moved[0] is not first:
+        yield f"The first of {len(moved)} turns that are placed elsewhere:"
+        yield from _describe(moved[0])
+        rest.remove(moved[0])
+    if rest:
+        yield "Later differences may follow from the first:"
+    for each in rest[:SHOWN_DIFFERENCES]:
+        yield from _describe(each)
+    if len(rest) > SHOWN_DIFFERENCES:
+        yield f"and {len(rest) - SHOWN_DIFFERENCES} more"
 
 
 def _describe(difference: Difference) -> Iterator[str]:
