@@ -8,11 +8,15 @@ import pytest
 
 from rose.pipeline.replay.decisions import CoreReplay, replay_core
 from rose.pipeline.replay.recorded_cores import KafkaLog, read_recorded_cores
+from rose.schemas.grants import CapacityGrant
+from rose.schemas.heartbeats import ExecutorState, WorkerClass
 from rose.schemas.turns import TurnOutcome
 from rose.topics.admin import create_topics
+from rose.topics.catalog import GRANTS
+from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker
-from tests.support.roles import kill, stop
+from tests.support.roles import kill, role_process, stop
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
 
 pytestmark = pytest.mark.slow
@@ -70,3 +74,32 @@ def test_decisions_of_a_killed_and_a_restarted_router_are_repeated(bus: RouterHa
     found = replays(bus.settings)
     assert [(replay.differences, replay.gap) for replay in found] == [([], ""), ([], "")]
     assert found[0].compared > 5 and found[1].compared > 12
+
+
+def grants(settings: BusSettings) -> list[CapacityGrant]:
+    found = (each.record for each in read_whole_topics(settings, [GRANTS]))
+    return [grant for grant in found if isinstance(grant, CapacityGrant)]
+
+
+def test_grants_of_the_control_app_are_repeated(bus: RouterHarness) -> None:
+    lender: dict[str, object] = {"worker_class": WorkerClass.SERVING, "by_grant": True, "token_budget": 500}
+    quick = {"control.page_port": 0, "control.lease_seconds": 3.0, "control.idle_seconds": 1.0}
+    with router_process(bus.settings) as router, role_process("control", bus.settings, 0, quick) as control:
+        bus.beat(0, state=ExecutorState.PAUSED, **lender)
+        for number in range(6):
+            bus.ask(f"g{number}:0")
+        bus.until(lambda: any(grant.lend for grant in grants(bus.settings)))
+        bus.beat(0, **lender)
+        bus.until_dispatched(4)
+        for dispatch in list(bus.inboxes):
+            bus.answer(dispatch)
+        bus.until_dispatched(6)
+        bus.go_on(4.0)
+        stop(control)
+        stop(router)
+    by_core = {replay.core.core: replay for replay in replays(bus.settings)}
+    assert {name: (each.differences, each.gap) for name, each in by_core.items()} == {
+        "router-0": ([], ""),
+        "control-0": ([], ""),
+    }
+    assert by_core["control-0"].compared >= 3
