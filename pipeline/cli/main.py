@@ -392,6 +392,7 @@ def replay(
         str | None, typer.Option("--from", metavar="TIME", help="Repeat decisions from here on, e.g. 2026-01-31T12:00.")
     ] = None,
     until: Annotated[str | None, typer.Option("--to", metavar="TIME", help="End of that stretch of time.")] = None,
+    step: Annotated[bool, typer.Option("--step", help="Walk through the trajectory, attempt by attempt.")] = False,
 ) -> None:
     """Show the life of one trajectory, or repeat the decisions of a stretch of time and compare them with the log.
 
@@ -400,13 +401,13 @@ def replay(
     if trajectory is not None and since is None and until is None:
         from rose.pipeline.cli.replay import print_replay
 
-        print_replay(common, trajectory)
-    elif trajectory is None and (since or until):
+        print_replay(common, trajectory, stepwise=step)
+    elif trajectory is None and (since or until) and not step:
         from rose.pipeline.cli.replay_decisions import compare_decisions
 
         compare_decisions(common, since, until)
     else:
-        raise UsageError("give a TRAJECTORY, or --from TIME and --to TIME")
+        raise UsageError("give a TRAJECTORY, with --step or without, or --from TIME and --to TIME")
 
 
 @app.command(rich_help_panel=LOOKING)
