@@ -32,8 +32,8 @@ def describe_replays(replays: Sequence[CoreReplay], unjournaled: int) -> Iterato
             yield f"{replay.core.name}: not compared from there on: {replay.gap}"
     if unjournaled:
         yield (
-            f"{unjournaled} dispatches are in no journal: their router ended before it wrote its journal, or the "
-            "journal is not on the log any more"
+            f"{unjournaled} dispatches are in no journal: their router ended before it wrote the journal, has not "
+            "written it yet, or the journal is not on the log any more"
         )
     compared, differ = (sum(counts) for counts in zip(*map(_counts, replays), strict=True)) if replays else (0, 0)
     yield f"{compared} decisions, {differ or 'no'} difference{'s' if differ > 1 else ''}"
