@@ -123,7 +123,7 @@ class TopicsSection:
     dispatches_retention_seconds: float = DEFAULT_RETENTION.dispatches
     """Dispatched turns are deleted at this age (`retention.ms`)."""
     heartbeats_retention_seconds: float = DEFAULT_RETENTION.heartbeats
-    """Heartbeats, summaries of cells and starts of roles are deleted at this age (`retention.ms`)."""
+    """Heartbeats, summaries of cells, starts of roles and journals are deleted at this age (`retention.ms`)."""
     dead_letters_retention_seconds: float = DEFAULT_RETENTION.dead_letters
     """Dead letters are deleted at this age (`retention.ms`)."""
 
