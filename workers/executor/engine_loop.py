@@ -309,6 +309,7 @@ class EngineLoop:
                 blocked_seconds=time.monotonic() - self._last_allowed_at,
                 serving=self._serving_stats(),
                 lending=lending,
+                devices=self._engine.devices,
             )
         )
         self._steps, self._step_seconds = 0, 0.0
