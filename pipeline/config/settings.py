@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rose.pipeline.accounting.prices import Prices
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
@@ -355,6 +356,7 @@ class Settings(BaseModel):
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     tracing: TracingSection = Field(default_factory=TracingSection)
     tasks: TasksSection = Field(default_factory=TasksSection)
+    prices: Prices = Field(default_factory=Prices)
 
 
 def section_types() -> dict[str, type]:

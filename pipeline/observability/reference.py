@@ -164,6 +164,7 @@ GROUPS = {
     "Lender": ("lender", "endpoint"),
     "Trainer": ("trainer", "weights"),
     "Runs on one machine": ("run", "tasks", "serving", "users"),
+    "Report": ("prices",),
 }
 """Sections by the role that reads them; every section is in one group."""
 

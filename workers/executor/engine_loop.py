@@ -319,6 +319,7 @@ class EngineLoop:
                 blocked_seconds=now - self._last_allowed_at,
                 serving=serving,
                 lending=lending,
+                devices=self._engine.devices,
             )
         )
         self._steps, self._step_seconds = 0, 0.0
