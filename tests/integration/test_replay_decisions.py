@@ -10,6 +10,7 @@ from rose.pipeline.replay.decisions import CoreReplay, replay_core
 from rose.pipeline.replay.recorded_cores import KafkaLog, read_recorded_cores
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import ExecutorState, WorkerClass
+from rose.schemas.journal import EntryKind
 from rose.schemas.turns import TurnOutcome
 from rose.topics.admin import create_topics
 from rose.topics.catalog import GRANTS
@@ -81,6 +82,17 @@ def grants(settings: BusSettings) -> list[CapacityGrant]:
     return [grant for grant in found if isinstance(grant, CapacityGrant)]
 
 
+def journaled_grants(settings: BusSettings) -> int:
+    decisions = (
+        decision
+        for core in read_recorded_cores(settings)
+        for batch in core.batches
+        for decision in batch.decisions
+        if decision.kind is EntryKind.GRANT
+    )
+    return sum(1 for _ in decisions)
+
+
 def test_grants_of_the_control_app_are_repeated(bus: RouterHarness) -> None:
     lender: dict[str, object] = {"worker_class": WorkerClass.SERVING, "by_grant": True, "token_budget": 500}
     quick = {"control.page_port": 0, "control.lease_seconds": 3.0, "control.idle_seconds": 1.0}
@@ -94,7 +106,7 @@ def test_grants_of_the_control_app_are_repeated(bus: RouterHarness) -> None:
         for dispatch in list(bus.inboxes):
             bus.answer(dispatch)
         bus.until_dispatched(6)
-        bus.go_on(4.0)
+        bus.until(lambda: journaled_grants(bus.settings) >= 3)
         stop(control)
         stop(router)
     by_core = {replay.core.core: replay for replay in replays(bus.settings)}
