@@ -99,7 +99,7 @@ class Plan(NamedTuple):
     first_seconds: float
     """Time of the first step."""
     growth_seconds: float
-    """By how much each step is longer than the step before."""
+    """Seconds by which each step is longer than the step before."""
     decoding: int
     tokens: int
     """Tokens that one of the steps computes."""

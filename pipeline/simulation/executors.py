@@ -37,7 +37,7 @@ HEARTBEAT_SECONDS = 0.2
 
 @dataclass(slots=True)
 class Work:
-    """What a simulated turn will do."""
+    """The work of a simulated turn."""
 
     segments: tuple[Segment, ...]
     new_tokens: int
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class Surroundings:
-    """What an executor reaches outside of itself."""
+    """The surroundings of an executor: clock, bus and work."""
 
     events: EventQueue
     send: Callable[["Executor", TurnResult | SlackHeartbeat], None]

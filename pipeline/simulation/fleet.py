@@ -67,7 +67,7 @@ class Fleet:
         self.serving: list[ServingEngine] = []
         self.lenders: list[LendingServer] = []
         self._moved: list[Executor] = []
-        """With an allocator: the engine of the rollouts on each serving engine's GPUs."""
+        """The rollouts' engine on the GPUs of each serving engine, with an allocator."""
         self._away: set[int] = set()
         """Serving engines that an allocator has moved, or is moving, to the rollouts."""
         self._draw = random.Random(f"{scenario.seed}/fleet")

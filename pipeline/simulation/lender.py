@@ -46,7 +46,7 @@ QUIET_SECONDS = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class ServingFigures:
-    """What the users of one server saw."""
+    """Latencies that the users of one server saw."""
 
     ttft: LatencyHistogram
     requests: int = 0

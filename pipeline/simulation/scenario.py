@@ -85,7 +85,7 @@ class Users(Part, frozen=True, kw_only=True):
 
 
 class TaskKind(Part, frozen=True, kw_only=True):
-    """What the trajectories of one kind of task do. Lengths are log-normal around a median, cut off at the limits."""
+    """The trajectories of one kind of task. Lengths are log-normal around a median, cut off at the limits."""
 
     prompt_tokens: Positive = 1000
     """Tokens of the first observation, which a group shares."""
@@ -156,9 +156,9 @@ class Elastic(Part, frozen=True, kw_only=True):
     how: Literal["none", "lend", "whole"] = "lend"
     """`none`: never. `lend`: turn by turn. `whole`: an allocator moves whole engines."""
     allocation_seconds: Seconds = 60.0
-    """With `whole`: time until a moved engine takes turns."""
+    """Time until a moved engine takes turns, with `whole`."""
     engine_requests: Count = 0
-    """With `whole`: concurrent requests for which an engine is provisioned; 0: as many as an engine with users of its
+    """Concurrent requests for which an engine is provisioned, with `whole`; 0: as many as an engine with users of its
     own has at most."""
     at_most: Count = 0
     """Most engines that lend at once; 0 sets no limit."""
