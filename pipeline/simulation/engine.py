@@ -185,6 +185,11 @@ class Engine:
         return len(self._decoding)
 
     @property
+    def decode_context_tokens(self) -> int:
+        """Context tokens of the requests that decode, at the newest event."""
+        return self._decode_context
+
+    @property
     def held_tokens(self) -> int:
         """KV tokens that running requests hold."""
         return self._held + self.cache.used_tokens

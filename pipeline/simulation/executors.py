@@ -291,7 +291,9 @@ class Executor:
             kv_bytes_free=max(0, engine.kv_tokens - engine.held_tokens) * per_token,
             kv_bytes_per_token=per_token,
             prefill_tokens_per_second=self._prefill_rate,
-            decode_tokens_per_second=self.cost.decode_tokens_per_second(max(1, engine.running)),
+            decode_tokens_per_second=self.cost.decode_tokens_per_second(
+                max(1, engine.running), engine.decode_context_tokens
+            ),
             steps=0,
             step_seconds=0.0,
         )
