@@ -19,6 +19,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
+from rose.pipeline.simulation.recorder import Answered, Cut, Recorder
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
@@ -121,7 +122,14 @@ class LendingServer(Executor):
         """When the guest was last allowed to compute."""
         self.engine.pause(0.0)
         self.engine.limit_kv(0, 0.0)
+        if around.recorder is not None:
+            self._record(around.recorder)
         serving.engine.before_step = self._before_serving_step
+
+    def _record(self, recorder: Recorder) -> None:
+        """Let the recorder see the steps of serving, and the times in which the guest computes."""
+        self.serving.engine.on_steps = partial(recorder.on_serving_steps, self.name)
+        self.engine.on_pause = partial(recorder.on_guest_paused, self.name)
 
     def on_grant(self, grant: CapacityGrant, source: GrantSource) -> None:
         """Take a grant that has just been written."""
@@ -280,6 +288,8 @@ class LendingServer(Executor):
             )
         for result in ended:
             self.serving.on_ended(result)
+            if self._around.recorder is not None:
+                self._around.recorder.add(Answered(self.name, result))
         if ended:
             self._share_memory()
         if not engine.requests:
@@ -319,6 +329,8 @@ class LendingServer(Executor):
         changed = self._shares is None or shares.budget_bytes != self._shares.budget_bytes
         self._shares = shares
         self.cuts += shares.cuts
+        if shares.cuts and self._around.recorder is not None:
+            self._around.recorder.add(Cut(self.name, now))
         if not changed:
             return
         tokens = shares.budget_bytes // theirs
