@@ -322,7 +322,7 @@ class Fleet:
     def _fail(self, failure: Failure) -> None:
         """Let something fail, and come back later."""
         back = self.events.now + failure.for_seconds
-        if failure.what == "router_restarts":
+        if failure.what == "router_freezes":
             for cell in self.cells:
                 cell.down_until = back
             return

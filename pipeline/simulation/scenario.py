@@ -163,12 +163,14 @@ class Elastic(Part, frozen=True, kw_only=True):
 class Failure(Part, frozen=True, kw_only=True):
     """Something that fails once."""
 
-    what: Literal["executors_die", "lenders_leave", "heartbeats_stop", "router_restarts", "link_slow"]
+    what: Literal["executors_die", "lenders_leave", "heartbeats_stop", "router_freezes", "link_slow"]
     at_seconds: Seconds
     share: Share = 0.5
     """Share of the engines that are affected."""
     for_seconds: Seconds = 30.0
-    """When they are back."""
+    """Time until what has failed is back."""
+    recovers_within_seconds: Seconds = 60.0
+    """The run may end later than a run without failures by `for_seconds` and this time."""
 
 
 class Scenario(Part, frozen=True, kw_only=True):
