@@ -73,8 +73,9 @@ def serve_alone(
         if key not in fleets:
             fleets[key] = Fleet(only)
         fleet = fleets[key]
-        with watch(fleet, ends[arm]):
-            fleet.events.run_until(partial(_has_reached, fleet, ends[arm]), latest=math.inf)
+        if not _has_reached(fleet, ends[arm]):
+            with watch(fleet, ends[arm]):
+                fleet.events.run_until(partial(_has_reached, fleet, ends[arm]), latest=math.inf)
         if (figures := user_figures(fleet)) is not None:
             found[arm] = figures
     return found

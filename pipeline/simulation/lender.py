@@ -19,7 +19,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
-from rose.pipeline.simulation.recorder import Answered, Cut, Recorder
+from rose.pipeline.simulation.recorder import Answered, Cut, Recorder, Swap
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
@@ -193,6 +193,8 @@ class LendingServer(Executor):
             return
         self._parked, self._computed_at = "", self._events.now
         self.version = version
+        if self._around.recorder is not None:
+            self._around.recorder.add(Swap(self.name, version, self._events.now, 0.0))
         newest, transfer_seconds = self._newest_version()
         if newest != version:
             self.publish(newest, transfer_seconds, 0.0)

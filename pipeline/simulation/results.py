@@ -31,7 +31,7 @@ OWN = "dedicated"
 """Kind of the workers whose GPUs belong to the rollouts."""
 
 LEAST_OVER_FIXED, LEAST_OVER_ELASTIC, MOST_OF_ALONE = 1.3, 1.2, 1.10
-"""Bounds of the checks `fixed`, `elastic` and `promise`."""
+"""Bounds of the checks `fixed`, `elastic` and `promise`, as ratios."""
 
 
 class UserFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,28 +260,31 @@ def compare(name: str, scenarios: Mapping[str, Scenario], arms: Mapping[str, Arm
 def checks(results: Iterable[ScenarioResult], scenarios: Mapping[str, Mapping[str, Scenario]]) -> list[Check]:
     """Return the checks that the results allow; `scenarios` holds the arms by the name of the scenario.
 
-    `fixed` and `elastic` are checked where a paper reports a ratio over the arm: over arms that only have engines of
-    their own, and over arms that an allocator gives whole engines. `promise` is checked wherever `rose` is strict.
+    - `fixed` and `elastic`, where a paper reports a ratio over the arm: the end-to-end throughput over arms without
+      moved engines, and the rollout time over arms to which an allocator gives whole engines.
+    - `promise`, wherever `rose` is strict: TTFT of the users.
+    - `recovery`, for arms with failures: how much later than `rose` the run ends than its failures allow.
     """
     fixed: dict[str, float] = {}
     elastic: dict[str, float] = {}
     promise: dict[str, float] = {}
+    recovery: dict[str, float] = {}
     for result in results:
-        arms = scenarios[result.name]
-        for arm, comparison in result.over.items():
-            if comparison.paper is None:
-                continue
-            if comparison.paper_figure == "rollout":
-                elastic[f"{result.name}/{arm}"] = comparison.rollout
-            else:
-                fixed[f"{result.name}/{arm}"] = comparison.throughput
-        ours = result.arms.get(ROSE)
+        arms, ours = scenarios[result.name], result.arms.get(ROSE)
+        for arm, over in result.over.items():
+            if over.paper is not None:
+                figures = elastic if over.paper_figure == "rollout" else fixed
+                figures[f"{result.name}/{arm}"] = over.rollout if over.paper_figure == "rollout" else over.throughput
+            if ours is not None and arms[arm].failures and not arms[ROSE].failures:
+                late = result.arms[arm].simulated_seconds - ours.simulated_seconds
+                recovery[f"{result.name}/{arm}"] = late - _allowed_seconds(arms[arm])
         if ours is not None and ours.ttft_of_alone is not None and _is_strict(arms[ROSE]):
             promise[result.name] = ours.ttft_of_alone
     found = [
-        _worst("fixed", fixed, LEAST_OVER_FIXED, "min", "end-to-end throughput of resource-fixed arms"),
-        _worst("elastic", elastic, LEAST_OVER_ELASTIC, "min", "rollout time of resource-elastic arms"),
-        _worst("promise", promise, MOST_OF_ALONE, "max", "p99 TTFT of serving alone"),
+        _worst("fixed", fixed, "ratio", LEAST_OVER_FIXED, "min", "end-to-end throughput of resource-fixed arms"),
+        _worst("elastic", elastic, "ratio", LEAST_OVER_ELASTIC, "min", "rollout time of resource-elastic arms"),
+        _worst("promise", promise, "ratio", MOST_OF_ALONE, "max", "p99 TTFT of serving alone"),
+        _worst("recovery", recovery, "s", 0.0, "max", "the time that the failures of an arm may cost"),
     ]
     return [check for check in found if check is not None]
 
@@ -312,15 +315,17 @@ def _is_strict(scenario: Scenario) -> bool:
     return scenario.elastic.how == "lend" and scenario.lending is not None and not scenario.lending.dial
 
 
+def _allowed_seconds(scenario: Scenario) -> float:
+    return sum(failure.for_seconds + failure.recovers_within_seconds for failure in scenario.failures)
+
+
 def _worst(
-    name: str, figures: dict[str, float], bound: float, direction: Literal["min", "max"], against: str
+    name: str, figures: dict[str, float], unit: str, bound: float, direction: Literal["min", "max"], against: str
 ) -> Check | None:
     if not figures:
         return None
     value = min(figures.values()) if direction == "min" else max(figures.values())
-    return Check(
-        name=name, value=value, unit="ratio", bound=bound, direction=direction, against=against, details=figures
-    )
+    return Check(name=name, value=value, unit=unit, bound=bound, direction=direction, against=against, details=figures)
 
 
 def _outcomes(fleet: Fleet) -> list[tuple[str, int]]:

@@ -26,9 +26,9 @@ def print_checks(console: Console, found: Sequence[Check]) -> None:
     for check in found:
         relation = "at least" if check.direction == "min" else "at most"
         verdict = "met" if check.met else "MISSED"
-        bound = f"{relation} {check.bound:g} of the {check.against}: {verdict}"
+        bound = f"{relation} {check.bound:g}: {verdict}"
         details = ", ".join(f"{name} {value:.2f}" for name, value in check.details.items())
-        _print(console, f"{check.name:8} {check.value:.3f} ({bound}); {details}")
+        _print(console, f"{check.name:8} {check.value:8.3f} {check.unit} ({bound}), against {check.against}; {details}")
 
 
 def _rollouts(result: ScenarioResult) -> Table:
