@@ -421,22 +421,23 @@ def simulate(
         Path | None, typer.Option("--turns", metavar="FILE.jsonl", help="File for every turn of every arm, one a line.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE.json", help="File for a trace of one arm, for Perfetto.")
+        Path | None,
+        typer.Option("--trace", metavar="FILE.json", help="File for a Perfetto trace of `rose` or the first arm."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE.html", help="File for the report page of the same arm.")
     ] = None,
 ) -> None:
-    """Simulate a fleet: the production cores on a virtual clock, the arms of a scenario side by side. Needs no broker.
-
-    The trace shows the arm `rose`, or the first arm if `rose` is not simulated.
-    """
+    """Simulate a fleet on a virtual clock with the production cores, the arms of a scenario side by side."""
     from rose.pipeline.cli.simulate import Outputs, simulate_all, simulate_one
 
     if (scenario is None) != every:
         raise UsageError("give a scenario, such as bench/scenarios/NAME.toml, or --all")
-    outputs = Outputs(json=output, turns=turns, trace=trace)
+    outputs = Outputs(json=output, turns=turns, trace=trace, report=report)
     if scenario is not None:
         simulate_one(scenario, arm or [], outputs)
-    elif arm or trace:
-        raise UsageError("--arm and --trace are about one scenario: name the scenario instead of --all")
+    elif arm or trace or report:
+        raise UsageError("--arm, --trace and --report are about one scenario: name the scenario instead of --all")
     else:
         simulate_all(scenarios, outputs)
 

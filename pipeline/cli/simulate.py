@@ -2,8 +2,8 @@
 
 Keeps true
 - Everything is checked before anything is simulated: options, scenarios, and whether the files can be written.
-- Files hold nothing of the machine or the wall clock: one seed gives the same bytes. How long a simulation took is on
-  standard error.
+- Figures, turns and trace hold nothing of the machine or the wall clock: one seed gives the same bytes. How long a
+  simulation took is on standard error. The report page names the machine.
 """
 
 import threading
@@ -41,6 +41,7 @@ class Outputs:
     json: Path | None = None
     turns: Path | None = None
     trace: Path | None = None
+    report: Path | None = None
 
     def check(self) -> None:
         """Raise UsageError for a file that cannot be written."""
@@ -103,8 +104,13 @@ def _run(arms: Mapping[str, Scenario], outputs: Outputs) -> ScenarioResult:
         if outputs.trace is not None and arm == shown:
             with outputs.trace.open("wb") as file:
                 file.writelines(encode_trace(recorder, fleet.trainer.figures.steps))
+        if outputs.report is not None and arm == shown:
+            # numpy and the parts of the report are loaded only for the page
+            from rose.pipeline.simulation.report_page import simulation_page
 
-    recorders = {shown: recorder} if outputs.trace is not None else {}
+            outputs.report.write_text(simulation_page(fleet, recorder, name=f"{name}, {arm}"), encoding="utf-8")
+
+    recorders = {shown: recorder} if outputs.trace is not None or outputs.report is not None else {}
     return run_arms(name, arms, watch=watch, ended=ended, recorders=recorders)
 
 

@@ -19,7 +19,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
-from rose.pipeline.simulation.recorder import Answered, Cut, Recorder, Swap
+from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder, Swap
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
@@ -328,11 +328,12 @@ class LendingServer(Executor):
         shares = self._memory.decide(
             use, most_bytes=self._memory_limit, policy_version=self.version, grow=grow, now=now
         )
+        frozen = self._shares is not None and self._shares.frozen
         changed = self._shares is None or shares.budget_bytes != self._shares.budget_bytes
         self._shares = shares
         self.cuts += shares.cuts
-        if shares.cuts and self._around.recorder is not None:
-            self._around.recorder.add(Cut(self.name, now))
+        if self._around.recorder is not None and (shares.cuts or shares.frozen != frozen):
+            self._around.recorder.add(MemoryDecision(self.name, now, shares.cuts, shares.frozen))
         if not changed:
             return
         tokens = shares.budget_bytes // theirs

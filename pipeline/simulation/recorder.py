@@ -1,4 +1,4 @@
-"""What a trace and a report show of a simulation: recorded while the simulation runs, if a recorder is given.
+"""Recorder of a simulation: it keeps what a trace and a report show, while the simulation runs.
 
 Keeps true
 - Recording changes nothing in the simulation.
@@ -61,11 +61,15 @@ class Swap(NamedTuple):
     """Pause of the engine."""
 
 
-class Cut(NamedTuple):
-    """Serving takes KV memory back from the guest."""
+class MemoryDecision(NamedTuple):
+    """Serving takes KV memory back from the guest, or the guest is frozen or no longer frozen."""
 
     worker: str
     at: float
+    cuts: int
+    """Cuts of this decision."""
+    frozen: bool
+    """Whether the guest may not grow from now on."""
 
 
 class Answered(NamedTuple):
@@ -75,7 +79,7 @@ class Answered(NamedTuple):
     result: EngineResult
 
 
-Entry = ServingSteps | GuestRun | HeldTurn | Swap | Cut | Answered
+Entry = ServingSteps | GuestRun | HeldTurn | Swap | MemoryDecision | Answered
 
 
 class Recorder:

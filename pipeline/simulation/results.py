@@ -11,7 +11,7 @@ Pure.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ LEAST_OVER_FIXED, LEAST_OVER_ELASTIC, MOST_OF_ALONE = 1.3, 1.2, 1.10
 
 
 class UserFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What all users of a serving fleet saw."""
+    """Figures of the users of a serving fleet."""
 
     requests: int
     kept: float
@@ -89,7 +89,7 @@ class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Engine time of all settled trajectories by worker class."""
     users: UserFigures | None
     alone: UserFigures | None = None
-    """What the users see if the fleet only serves; None without users."""
+    """Figures of the users if the fleet only serves; None without users."""
     ttft_of_alone: float | None = None
     """p99 of TTFT relative to serving alone."""
     tpot_of_alone: float | None = None
@@ -106,7 +106,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     rollout: float
     """How many times longer the rollouts of the other arm take."""
     paper: float | None
-    """What the paper reports for `paper_figure`."""
+    """Ratio that the paper reports for `paper_figure`; None if the paper has none."""
     paper_figure: Literal["throughput", "rollout"]
 
 
@@ -118,9 +118,9 @@ class ScenarioResult(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     arms: dict[str, ArmFigures]
     over: dict[str, Comparison]
-    """By the name of the other arm."""
+    """Comparisons, by the name of the other arm."""
     paper: dict[str, float]
-    """As the scenario has it."""
+    """Copy of the scenario's `paper`."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,18 +200,20 @@ def worker_kind(worker: str) -> str:
     return worker.partition("-")[0]
 
 
-def reused_share(turns: Iterable[TurnFigures]) -> float:
-    """Return the share of reusable tokens that were not computed again; turns of a trajectory come in order."""
+def reused_share(turns: Sequence[TurnFigures]) -> float:
+    """Return the share of the reusable tokens that were not computed again."""
+    reusable = list(reusable_tokens(turns))
+    hits = sum(min(turn.cached_tokens, tokens) for turn, tokens in zip(turns, reusable, strict=True))
+    return _share(hits, sum(reusable))
+
+
+def reusable_tokens(turns: Iterable[TurnFigures]) -> Iterator[int]:
+    """Yield for each turn the tokens that the turn before of its trajectory had computed under the same version."""
     before: dict[str, TurnFigures] = {}
-    hit = reusable = 0
     for turn in turns:
         last = before.get(turn.trajectory)
-        if last is not None and last.version == turn.version:
-            tokens = last.context_tokens + last.new_tokens
-            reusable += tokens
-            hit += min(turn.cached_tokens, tokens)
         before[turn.trajectory] = turn
-    return _share(hit, reusable)
+        yield last.context_tokens + last.new_tokens if last is not None and last.version == turn.version else 0
 
 
 def lent_gpu_seconds(fleet: Fleet) -> float:

@@ -69,7 +69,7 @@ class TurnFigures:
     environment_seconds: float
     """Time of the environment's step that follows."""
     device_seconds: dict[str, float]
-    """By device class, all attempts together."""
+    """Engine time by worker class, all attempts together."""
 
 
 @dataclass(slots=True)

@@ -177,7 +177,9 @@ class Scenario(Part, frozen=True, kw_only=True):
     """A fleet, its users, tasks and trainer."""
 
     name: str
+    """If absent, the name of the file without its ending."""
     about: str = ""
+    """One sentence, for the results."""
     seed: int = 0
     dedicated: tuple[Pool, ...]
     lending: Lending | None = None

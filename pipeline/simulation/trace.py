@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rose.pipeline.simulation.recorder import Cut, GuestRun, HeldTurn, Recorder, ServingSteps, Swap
+from rose.pipeline.simulation.recorder import GuestRun, HeldTurn, MemoryDecision, Recorder, ServingSteps, Swap
 from rose.pipeline.simulation.trainer import StepFigures
 
 TRAINER = 1
@@ -72,7 +72,7 @@ def trace_events(recorder: Recorder, steps: Iterable[StepFigures]) -> Iterator[E
             yield _slice("guest computes", process, GUEST.number, entry.began_at, entry.ended_at)
         elif isinstance(entry, Swap):
             yield _instant(f"version {entry.version}", process, entry.at)
-        elif isinstance(entry, Cut):
+        elif isinstance(entry, MemoryDecision) and entry.cuts:
             yield _instant("cut", process, entry.at)
         elif isinstance(entry, HeldTurn):
             turns[entry.worker].append(entry)

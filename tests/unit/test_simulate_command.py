@@ -59,6 +59,7 @@ def test_scenario_with_a_wrong_field_is_refused_in_one_sentence(
         (("--all", "--scenarios", "empty"), "there is no scenario in"),
         (("--all", "--arm", "rose"), "name the scenario"),
         (("--all", "--trace", "trace.json"), "name the scenario"),
+        (("--all", "--report", "page.html"), "name the scenario"),
         (("tiny.toml", "--json", "none/figures.json"), "--json"),
         (("tiny.toml", "--turns", "none/turns.jsonl"), "--turns"),
     ],

@@ -1,5 +1,6 @@
 """Figures of simulations, ratios between arms, checks, and the trace."""
 
+import re
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from functools import cache
@@ -11,10 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.simulation.comparison import run_arms
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
-from rose.pipeline.simulation.recorder import Answered, Cut, Recorder
+from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder
+from rose.pipeline.simulation.report_page import (
+    simulated_audit,
+    simulated_history,
+    simulation_page,
+    user_requests,
+)
 from rose.pipeline.simulation.results import (
     ArmFigures,
     ScenarioResult,
@@ -206,9 +214,49 @@ def test_recording_changes_nothing() -> None:
 def test_recorder_keeps_no_more_than_its_limit() -> None:
     recorder = Recorder(most=2)
     for at in range(5):
-        recorder.add(Cut("lender-0", float(at)))
+        recorder.add(MemoryDecision("lender-0", float(at), 1, False))
     assert [entry.at for entry in recorder.entries] == [0.0, 1.0]  # type: ignore[union-attr]
     assert recorder.left_out == 3
+
+
+def test_report_shows_the_simulation_as_a_log_would() -> None:
+    result, fleets, recorder = finished()
+    fleet, figures = fleets["rose"], result.arms["rose"]
+    history, served, audit = simulated_history(fleet, recorder), user_requests(recorder), simulated_audit(fleet)
+    assert audit.clean and audit.settled == sum(figures.outcomes.values()) > 0
+    assert len(history.turns) == len(fleet.rollout.turns) and len(history.trajectories) == audit.settled
+    first_attempts = [turn.bus_seconds for turn in history.turns if not turn.attempt]
+    assert first_attempts == pytest.approx([3 * fleet.scenario.hop_seconds] * len(first_attempts))
+    assert history.lenders == {"lender-0", "lender-1", "lender-2"}
+    assert figures.users is not None and len(served) == figures.users.requests
+    promised = LatencyBudgets(ttft=0.5, tpot=0.15)
+    lending = summarise_lending(history, served, seconds_of_lending(history, served, now=fleet.events.now), promised)
+    assert lending is not None
+    assert lending.kept == pytest.approx(figures.users.kept)
+    assert lending.undrawn == 0 and lending.turns > 0
+    assert lending.ttft_p50 == pytest.approx(figures.users.ttft_p50, rel=0.05)
+
+
+def test_report_page_says_that_it_is_simulated() -> None:
+    _, fleets, recorder = finished()
+    page = simulation_page(fleets["rose"], recorder, name="tiny, rose")
+    text = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "Simulated: " in text and "trained trajectories an hour" in text
+    assert "none was lost and none counted twice" in text
+    for untrue in ("real users", "Kafka", "1970", "Held-out"):
+        assert untrue not in text
+    for chart in ("lending", "occupancy", "timeline", "latency", "steps"):
+        assert f'id="{chart}"' in text
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_cuts_and_freezes_of_a_lender_add_up(frozen: bool) -> None:
+    _, fleets, _ = finished()
+    recorder = Recorder()
+    for at, cuts in ((1.0, 2), (2.0, 3)):
+        recorder.add(MemoryDecision("lender-1", at, cuts, frozen))
+    statuses = [each for each in simulated_history(fleets["rose"], recorder).lender_statuses if each.at]
+    assert [(each.at, each.cuts, each.frozen) for each in statuses] == [(1.0, 2, frozen), (2.0, 5, frozen)]
 
 
 def trace() -> dict[str, Any]:
