@@ -435,6 +435,45 @@ def report(common: Common) -> None:
     report_run(common)
 
 
+@app.command(rich_help_panel=LOOKING)
+@keep_docstring
+def simulate(
+    scenario: Annotated[Path | None, typer.Argument(metavar="SCENARIO.toml", help="Scenario to simulate.")] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm. Repeatable; default: all arms.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Simulate all scenarios of --scenarios.")] = False,
+    scenarios: Annotated[
+        Path, typer.Option("--scenarios", metavar="DIR", help="Folder of the scenarios of --all.")
+    ] = Path("bench/scenarios"),
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="File for all figures and checks, as JSON.")
+    ] = None,
+    turns: Annotated[
+        Path | None, typer.Option("--turns", metavar="FILE.jsonl", help="File for every turn of every arm, one a line.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE.json", help="File for a Perfetto trace of `rose` or the first arm."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE.html", help="File for the report page of the same arm.")
+    ] = None,
+) -> None:
+    """Simulate a fleet on a virtual clock with the production cores, the arms of a scenario side by side."""
+    from rose.pipeline.cli.simulate import Outputs, simulate_all, simulate_one
+
+    if (scenario is None) != every:
+        raise UsageError("give a scenario, such as bench/scenarios/NAME.toml, or --all")
+    outputs = Outputs(json=output, turns=turns, trace=trace, report=report)
+    if scenario is not None:
+        simulate_one(scenario, arm or [], outputs)
+    elif arm or trace or report:
+        raise UsageError("--arm, --trace and --report are about one scenario: name the scenario instead of --all")
+    else:
+        simulate_all(scenarios, outputs)
+
+
 @app.command("config", rich_help_panel=LOOKING)
 @with_common
 def show_config(common: Common) -> None:

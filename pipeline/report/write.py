@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -109,6 +109,15 @@ def print_summary(console: Console, summary: Summary, folder: Path) -> None:
     console.print(table, highlight=False, soft_wrap=True)
 
 
+class PageTexts(NamedTuple):
+    """Sentences of the page that depend on what the page reports."""
+
+    headline: str
+    date: str
+    users: str = "replayed from a trace of real users"
+    """Where the requests of users come from."""
+
+
 def report_html(
     summary: Summary,
     history: RunHistory,
@@ -116,11 +125,12 @@ def report_html(
     configuration: str,
     steps: Sequence[Mapping[str, Any]] = (),
     rows: Sequence[LendingSecond] = (),
+    texts: PageTexts | None = None,
 ) -> str:
     """Return the report as HTML.
 
     `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`, `rows` those of
-    `moments.jsonl`.
+    `moments.jsonl`. `texts` are by default those of a live run.
     """
     from jinja2 import Environment, StrictUndefined
     from plotly.io import to_html
@@ -128,6 +138,9 @@ def report_html(
 
     from rose.pipeline.report import charts, cost_charts
 
+    if texts is None:
+        started = datetime.fromtimestamp(summary.started_at, UTC)
+        texts = PageTexts(headline(summary.success), started.strftime("%-d %B %Y, %H:%M UTC"))
     drawn = {
         "lending": charts.lending_chart(rows, summary.lending.promised) if summary.lending else None,
         "learning": charts.learning_curve(history, summary.success),
@@ -156,15 +169,15 @@ def report_html(
     template = page.from_string((files("rose.pipeline.report") / "report.html.j2").read_text(encoding="utf-8"))
     return template.render(
         summary=summary,
-        headline=headline(summary.success),
+        headline=texts.headline,
         law=conservation_sentence(summary),
-        lent=lending_sentence(summary.lending) if summary.lending else None,
+        lent=lending_sentence(summary.lending, users=texts.users) if summary.lending else None,
         priced=cost_sentence(summary.cost),
         uncounted=uncounted_sentence(summary.cost),
         pictures=pictures,
         configuration=configuration,
         plotly=get_plotlyjs(),
-        date=datetime.fromtimestamp(summary.started_at, UTC).strftime("%-d %B %Y, %H:%M UTC"),
+        date=texts.date,
     )
 
 

@@ -130,6 +130,12 @@ NO_PLAN = Plan(0.0, 0, 0.0, 0.0, 0, 0)
 BeforeStep = Callable[[float], float]
 """Called at the beginning of a step; returns the seconds by which another tenant delays the step."""
 
+OnSteps = Callable[[Plan, int], None]
+"""Called when the first steps of a plan have ended, with their number."""
+
+OnPause = Callable[[float, float], None]
+"""Called when the engine is stopped, with the times of its last `resume` and of its stop."""
+
 
 class Engine:
     """The requests of one engine."""
@@ -149,6 +155,8 @@ class Engine:
         self.token_gaps = LatencyHistogram()
         """Seconds from one token of a request to the next, over all tokens."""
         self.before_step: BeforeStep | None = None
+        self.on_steps: OnSteps | None = None
+        self.on_pause: OnPause | None = None
         self.single_steps = False
         """Whether one step is planned at a time, so that `before_step` is called before each (`plan_single_steps`)."""
         self._prefilling: list[Running] = []
@@ -164,6 +172,7 @@ class Engine:
         """Seconds of steps, each divided by the tokens of its step: what one decoding request was charged so far."""
         self._plan = NO_PLAN
         self._paused_at: float | None = None
+        self._resumed_at = 0.0
         self._stepped_at = 0.0
         """End of the newest step."""
         self._salt = 0
@@ -288,12 +297,14 @@ class Engine:
         """Stop in mid-step."""
         if self._paused_at is None:
             self._paused_at = now
+            if self.on_pause is not None:
+                self.on_pause(self._resumed_at, now)
 
     def resume(self, now: float) -> None:
         """Go on where `pause` stopped."""
         if self._paused_at is None:
             return
-        paused, self._paused_at = now - self._paused_at, None
+        paused, self._paused_at, self._resumed_at = now - self._paused_at, None, now
         if self._plan.steps:
             self._plan = self._plan._replace(began=self._plan.began + paused)
         else:
@@ -362,6 +373,8 @@ class Engine:
             if steps > 1:
                 self.token_gaps.add((seconds - plan.first_seconds) / (steps - 1), plan.decoding * (steps - 1))
         self._stepped_at = plan.began + seconds
+        if self.on_steps is not None:
+            self.on_steps(plan, steps)
         self._plan = plan._replace(
             began=self._stepped_at,
             steps=plan.steps - steps,

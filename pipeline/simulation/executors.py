@@ -21,6 +21,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.prefix_cache import Segment
+from rose.pipeline.simulation.recorder import HeldTurn, Recorder, Swap
 from rose.schemas.arrays import ITEM_BYTES, count
 from rose.schemas.heartbeats import TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
@@ -53,6 +54,7 @@ class Surroundings:
     """Writes a record to the bus."""
     work_of: Callable[[TurnDispatch], Work]
     heartbeat_seconds: float = HEARTBEAT_SECONDS
+    recorder: Recorder | None = None
 
 
 class Executor:
@@ -141,6 +143,8 @@ class Executor:
         self._catch_up()
         self.engine.drop_cache()
         self.version = version
+        if self._around.recorder is not None:
+            self._around.recorder.add(Swap(self.name, version, self._events.now, swap_seconds))
         if not self.engine.paused:
             self.engine.pause(self._events.now)
             self._events.after(swap_seconds, self._swapped)
@@ -270,6 +274,8 @@ class Executor:
                 finished_at=result.finished_at,
             ),
         )
+        if self._around.recorder is not None:
+            self._around.recorder.add(HeldTurn(self.name, key, received_at, result, version, outcome))
         done = TurnFinished(turn, device_seconds=result.device_seconds)
         self._send(finished_result(self._start, dispatch, done, outcome, reason, received_at=received_at))
 

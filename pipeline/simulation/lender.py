@@ -19,6 +19,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
+from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder, Swap
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
@@ -126,7 +127,14 @@ class LendingServer(Executor):
         """When the guest was last allowed to compute."""
         self.engine.pause(0.0)
         self.engine.limit_kv(0, 0.0)
+        if around.recorder is not None:
+            self._record(around.recorder)
         serving.engine.before_step = self._before_serving_step
+
+    def _record(self, recorder: Recorder) -> None:
+        """Let the recorder see the steps of serving, and the times in which the guest computes."""
+        self.serving.engine.on_steps = partial(recorder.on_serving_steps, self.name)
+        self.engine.on_pause = partial(recorder.on_guest_paused, self.name)
 
     def on_grant(self, grant: CapacityGrant, source: GrantSource) -> None:
         """Take a grant that has just been written."""
@@ -199,6 +207,8 @@ class LendingServer(Executor):
             return
         self._parked, self._computed_at = "", self._events.now
         self.version = version
+        if self._around.recorder is not None:
+            self._around.recorder.add(Swap(self.name, version, self._events.now, 0.0))
         newest, transfer_seconds = self._newest_version()
         if newest != version:
             self.publish(newest, transfer_seconds, 0.0)
@@ -299,6 +309,8 @@ class LendingServer(Executor):
             )
         for result in ended:
             self.serving.on_ended(result)
+            if self._around.recorder is not None:
+                self._around.recorder.add(Answered(self.name, result))
         if ended:
             self._share_memory()
         if not engine.requests:
@@ -335,9 +347,12 @@ class LendingServer(Executor):
         shares = self._memory.decide(
             use, most_bytes=self._memory_limit, policy_version=self.version, grow=grow, now=now
         )
+        frozen = self._shares is not None and self._shares.frozen
         changed = self._shares is None or shares.budget_bytes != self._shares.budget_bytes
         self._shares = shares
         self.cuts += shares.cuts
+        if self._around.recorder is not None and (shares.cuts or shares.frozen != frozen):
+            self._around.recorder.add(MemoryDecision(self.name, now, shares.cuts, shares.frozen))
         if not changed:
             return
         tokens = shares.budget_bytes // theirs

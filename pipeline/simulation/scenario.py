@@ -26,6 +26,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Spread = Annotated[float, Meta(ge=0, le=4)]
 """Standard deviation of a logarithm."""
 
+PAPER_LATENCIES = frozenset({"ttft_p99", "tpot_p99"})
+"""Keys of `paper` that are no arms."""
+
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all parts of a scenario."""
@@ -181,7 +184,9 @@ class Scenario(Part, frozen=True, kw_only=True):
     """A fleet, its users, tasks and trainer."""
 
     name: str
+    """If absent, the name of the file without its ending."""
     about: str = ""
+    """One sentence, for the results."""
     seed: int = 0
     dedicated: tuple[Pool, ...]
     lending: Lending | None = None
@@ -198,7 +203,8 @@ class Scenario(Part, frozen=True, kw_only=True):
     most_seconds: Annotated[float, Meta(gt=0, le=1e9)] = 200_000.0
     """Simulated seconds after which the run counts as stalled."""
     paper: dict[str, float] = {}
-    """Ratios that a paper reports, by arm."""
+    """Ratios that a paper reports. By arm: how many times the throughput of that arm, or, if that arm moves whole
+    engines, how many times shorter the rollouts. `ttft_p99`, `tpot_p99`: latency relative to serving alone."""
 
     def __post_init__(self) -> None:
         if self.elastic.how != "none" and self.lending is None:
@@ -229,7 +235,11 @@ def load_scenario(path: Path) -> dict[str, Scenario]:
         raise UsageError(f"the scenario {path}: each arm is a table, such as [arms.fixed]")
     fields.setdefault("name", path.stem)
     named = {"rose": {}, **arms} if "rose" not in arms else arms
-    return {arm: _scenario(path, arm, merged(fields, changes)) for arm, changes in named.items()}
+    found = {arm: _scenario(path, arm, merged(fields, changes)) for arm, changes in named.items()}
+    for arm, scenario in found.items():
+        if unknown := sorted(scenario.paper.keys() - found.keys() - PAPER_LATENCIES):
+            raise UsageError(f"the scenario {path}, arm {arm}: `paper.{unknown[0]}` names no arm")
+    return found
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
