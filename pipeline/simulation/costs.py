@@ -36,16 +36,16 @@ def simulated_usage(fleet: Fleet) -> Usage:
         for executor in executors
         for each in executor.attempts
     ]
-    ends = [step.ended_at for step in figures.steps]
+    now, ends = fleet.events.now, [step.ended_at for step in figures.steps]
     answers = {
-        sample.trajectory_id: Answer(outcome, sample.success, step, ends[step] if step < len(ends) else fleet.events.now)
+        sample.trajectory_id: Answer(outcome, sample.success, step, ends[step] if step < len(ends) else now)
         for sample, outcome, step in figures.settled
     }
     held = [
         HeldDevices(executor.cost.card, executor.cost.tensor_parallel, begin, end)
         for executor in executors
         if not isinstance(executor, LendingServer)
-        for begin, end in (*executor.held, *(((executor.held_since, fleet.events.now),) if executor.held_since is not None else ()))
+        for begin, end in executor.held_times(now)
     ]
     steps = [
         TrainerStep(

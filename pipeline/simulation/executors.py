@@ -179,6 +179,10 @@ class Executor:
             self.held.append((self.held_since, self._events.now))
             self.held_since = None
 
+    def held_times(self, now: float) -> list[tuple[float, float]]:
+        """Return the times up to now in which the rollouts had its devices."""
+        return [*self.held, (self.held_since, now)] if self.held_since is not None else self.held
+
     def speak(self) -> None:
         """Send heartbeats again."""
         self.silent = False
