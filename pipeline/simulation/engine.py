@@ -103,7 +103,7 @@ class Plan(NamedTuple):
     first_seconds: float
     """Time of the first step."""
     growth_seconds: float
-    """By how much each step is longer than the step before."""
+    """Seconds by which each step is longer than the step before."""
     decoding: int
     tokens: int
     """Tokens that one of the steps computes."""
@@ -134,6 +134,12 @@ NO_PLAN = Plan(0.0, 0, 0.0, 0.0, 0, 0)
 BeforeStep = Callable[[float], float]
 """Called at the beginning of a step; returns the seconds by which another tenant delays the step."""
 
+OnSteps = Callable[[Plan, int], None]
+"""Called when the first steps of a plan have ended, with their number."""
+
+OnPause = Callable[[float, float], None]
+"""Called when the engine is stopped, with the times of its last `resume` and of its stop."""
+
 
 class Engine:
     """The requests of one engine."""
@@ -153,6 +159,8 @@ class Engine:
         self.token_gaps = LatencyHistogram()
         """Seconds from one token of a request to the next, over all tokens."""
         self.before_step: BeforeStep | None = None
+        self.on_steps: OnSteps | None = None
+        self.on_pause: OnPause | None = None
         self.single_steps = False
         """Whether one step is planned at a time, so that `before_step` is called before each (`plan_single_steps`)."""
         self._prefilling: list[Running] = []
@@ -168,6 +176,7 @@ class Engine:
         """Seconds of steps, each divided by the tokens of its step: what one decoding request was charged so far."""
         self._plan = NO_PLAN
         self._paused_at: float | None = None
+        self._resumed_at = 0.0
         self._stepped_at = 0.0
         """End of the newest step."""
         self._salt = 0
@@ -187,6 +196,11 @@ class Engine:
     def decoding(self) -> int:
         """Number of requests that have their first token."""
         return len(self._decoding)
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Context tokens of the requests that decode, at the newest event."""
+        return self._decode_context
 
     @property
     def held_tokens(self) -> int:
@@ -287,12 +301,14 @@ class Engine:
         """Stop in mid-step."""
         if self._paused_at is None:
             self._paused_at = now
+            if self.on_pause is not None:
+                self.on_pause(self._resumed_at, now)
 
     def resume(self, now: float) -> None:
         """Go on where `pause` stopped."""
         if self._paused_at is None:
             return
-        paused, self._paused_at = now - self._paused_at, None
+        paused, self._paused_at, self._resumed_at = now - self._paused_at, None, now
         if self._plan.steps:
             self._plan = self._plan._replace(began=self._plan.began + paused)
         else:
@@ -324,6 +340,12 @@ class Engine:
         self.cache.clear()
         self._salt += 1
 
+    def count_steps(self, now: float) -> None:
+        """Count the planned steps that have ended, for `busy_seconds` and `token_gaps`."""
+        if self._plan.steps:
+            at = now if self._paused_at is None else self._paused_at
+            self._count_steps(min(self._plan.whole_steps(max(0.0, at - self._plan.began)), self._plan.steps - 1))
+
     def _plan_again(self, now: float) -> None:
         """Plan again at the end of the step under way, or now if none is under way."""
         plan = self._plan
@@ -331,9 +353,7 @@ class Engine:
             if self._paused_at is None:
                 self._begin(now)
             return
-        at = now if self._paused_at is None else self._paused_at
-        done = min(plan.whole_steps(max(0.0, at - plan.began)), plan.steps - 1)
-        self._count_steps(done)
+        self.count_steps(now)
         self._plan = self._plan._replace(steps=1)
         self._evict_for_step()
 
@@ -357,6 +377,8 @@ class Engine:
             if steps > 1:
                 self.token_gaps.add((seconds - plan.first_seconds) / (steps - 1), plan.decoding * (steps - 1))
         self._stepped_at = plan.began + seconds
+        if self.on_steps is not None:
+            self.on_steps(plan, steps)
         self._plan = plan._replace(
             began=self._stepped_at,
             steps=plan.steps - steps,
@@ -505,7 +527,7 @@ class Engine:
                 self.cache.put(f"{running.salt}/{name}", block)
         else:
             self.cache.put(last.name, whole)
-        for segment in reversed(shared):
+        for segment in reversed(shared):  # the end of a context is evicted before its beginning
             self.cache.release(segment.name)
         self.cache.shrink(max(0, self.kv_tokens - self._held))
         return EngineResult(

@@ -21,6 +21,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.prefix_cache import Segment
+from rose.pipeline.simulation.recorder import HeldTurn, Recorder, Swap
 from rose.schemas.arrays import ITEM_BYTES, count
 from rose.schemas.heartbeats import TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
@@ -37,7 +38,7 @@ HEARTBEAT_SECONDS = 0.2
 
 @dataclass(slots=True)
 class Work:
-    """What a simulated turn will do."""
+    """The work of a simulated turn."""
 
     segments: tuple[Segment, ...]
     new_tokens: int
@@ -48,13 +49,14 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class Surroundings:
-    """What an executor reaches outside of itself."""
+    """The surroundings of an executor: clock, bus and work."""
 
     events: EventQueue
     send: Callable[["Executor", TurnResult | SlackHeartbeat], None]
     """Writes a record to the bus."""
     work_of: Callable[[TurnDispatch], Work]
     heartbeat_seconds: float = HEARTBEAT_SECONDS
+    recorder: Recorder | None = None
 
 
 class Executor:
@@ -143,6 +145,8 @@ class Executor:
         self._catch_up()
         self.engine.drop_cache()
         self.version = version
+        if self._around.recorder is not None:
+            self._around.recorder.add(Swap(self.name, version, self._events.now, swap_seconds))
         if not self.engine.paused:
             self.engine.pause(self._events.now)
             self._events.after(swap_seconds, self._swapped)
@@ -272,6 +276,8 @@ class Executor:
                 finished_at=result.finished_at,
             ),
         )
+        if self._around.recorder is not None:
+            self._around.recorder.add(HeldTurn(self.name, key, received_at, result, version, outcome))
         done = TurnFinished(turn, device_seconds=result.device_seconds)
         self._send(finished_result(self._start, dispatch, done, outcome, reason, received_at=received_at))
 
@@ -293,7 +299,9 @@ class Executor:
             kv_bytes_free=max(0, engine.kv_tokens - engine.held_tokens) * per_token,
             kv_bytes_per_token=per_token,
             prefill_tokens_per_second=self._prefill_rate,
-            decode_tokens_per_second=self.cost.decode_tokens_per_second(max(1, engine.running)),
+            decode_tokens_per_second=self.cost.decode_tokens_per_second(
+                max(1, engine.running), engine.decode_context_tokens
+            ),
             steps=0,
             step_seconds=0.0,
         )

@@ -29,6 +29,7 @@ from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.lender import LendingServer, ServingEngine
 from rose.pipeline.simulation.policies import PolicyRouter
+from rose.pipeline.simulation.recorder import Recorder
 from rose.pipeline.simulation.rollout import Rollout
 from rose.pipeline.simulation.scenario import Elastic, Failure, Lending, Pool, Scenario
 from rose.pipeline.simulation.trainer import Trainer
@@ -60,14 +61,15 @@ class Cell:
 class Fleet:
     """All roles of one run."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, recorder: Recorder | None = None) -> None:
+        """`recorder`: keeps what a trace and a report show; None keeps nothing."""
         self.scenario = scenario
         self.events = EventQueue()
         self.executors: dict[str, Executor] = {}
         self.serving: list[ServingEngine] = []
         self.lenders: list[LendingServer] = []
         self._moved: list[Executor] = []
-        """With an allocator: the engine of the rollouts on each serving engine's GPUs."""
+        """The rollouts' engine on the GPUs of each serving engine, with an allocator."""
         self._away: set[int] = set()
         """Serving engines that an allocator has moved, or is moving, to the rollouts."""
         self._draw = random.Random(f"{scenario.seed}/fleet")
@@ -77,6 +79,7 @@ class Fleet:
             send=self._from_executor,
             work_of=lambda dispatch: self.rollout.work_of(dispatch),
             heartbeat_seconds=scenario.heartbeat_seconds,
+            recorder=recorder,
         )
         self.rollout = Rollout(scenario.tasks, scenario.seed, self.events, self._from_environment, self._on_sample)
         self.trainer = Trainer(scenario, self.events, self.rollout, self._publish)

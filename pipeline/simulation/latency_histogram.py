@@ -30,6 +30,13 @@ class LatencyHistogram:
         self.total_seconds += weight * seconds
         self._buckets[int(math.log(max(seconds, LEAST_SECONDS)) * _SCALE // 1)] += weight
 
+    def merge(self, other: "LatencyHistogram") -> None:
+        """Add all latencies of another histogram."""
+        self.count += other.count
+        self.total_seconds += other.total_seconds
+        for bucket, weight in other._buckets.items():
+            self._buckets[bucket] += weight
+
     def mean(self) -> float:
         """Return the mean in seconds; 0 without latencies."""
         return self.total_seconds / self.count if self.count else 0.0

@@ -19,6 +19,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
+from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder, Swap
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
@@ -31,6 +32,7 @@ from rose.workers.executor.ipc.messages import (
     Suspend,
     WorkKind,
 )
+from rose.workers.executor.step_cost import ComputeShare
 from rose.workers.lender.admission import Admission, Promise, ServingState
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
 
@@ -45,7 +47,7 @@ QUIET_SECONDS = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class ServingFigures:
-    """What the users of one server saw."""
+    """Latencies that the users of one server saw."""
 
     ttft: LatencyHistogram
     requests: int = 0
@@ -117,11 +119,22 @@ class LendingServer(Executor):
         )
         self._shares: KvShares | None = None
         self._serving_looked_at = 0.0
+        self._share = ComputeShare()
+        self._shared_at = self._shared_seconds = 0.0
+        """Time and busy seconds at the newest observation of `_share`."""
+        self._had_turns = False
         self._computed_at = 0.0
         """When the guest was last allowed to compute."""
         self.engine.pause(0.0)
         self.engine.limit_kv(0, 0.0)
+        if around.recorder is not None:
+            self._record(around.recorder)
         serving.engine.before_step = self._before_serving_step
+
+    def _record(self, recorder: Recorder) -> None:
+        """Let the recorder see the steps of serving, and the times in which the guest computes."""
+        self.serving.engine.on_steps = partial(recorder.on_serving_steps, self.name)
+        self.engine.on_pause = partial(recorder.on_guest_paused, self.name)
 
     def on_grant(self, grant: CapacityGrant, source: GrantSource) -> None:
         """Take a grant that has just been written."""
@@ -160,6 +173,15 @@ class LendingServer(Executor):
     def _permission(self) -> Permission:
         return self._lease.permission(self._now.now)
 
+    def _beat(self) -> None:
+        now, has_turns = self._events.now, bool(self._held)
+        self.engine.count_steps(now)
+        seconds = self.engine.busy_seconds
+        computed = seconds - self._shared_seconds
+        self._share.observe(computed, now - self._shared_at, has_turns=has_turns and self._had_turns)
+        self._shared_at, self._shared_seconds, self._had_turns = now, seconds, has_turns
+        super()._beat()
+
     def _update_gate(self) -> None:
         busy = bool(self.serving.engine.requests)
         before = self.gate.reason
@@ -185,6 +207,8 @@ class LendingServer(Executor):
             return
         self._parked, self._computed_at = "", self._events.now
         self.version = version
+        if self._around.recorder is not None:
+            self._around.recorder.add(Swap(self.name, version, self._events.now, 0.0))
         newest, transfer_seconds = self._newest_version()
         if newest != version:
             self.publish(newest, transfer_seconds, 0.0)
@@ -285,6 +309,8 @@ class LendingServer(Executor):
             )
         for result in ended:
             self.serving.on_ended(result)
+            if self._around.recorder is not None:
+                self._around.recorder.add(Answered(self.name, result))
         if ended:
             self._share_memory()
         if not engine.requests:
@@ -321,9 +347,12 @@ class LendingServer(Executor):
         shares = self._memory.decide(
             use, most_bytes=self._memory_limit, policy_version=self.version, grow=grow, now=now
         )
+        frozen = self._shares is not None and self._shares.frozen
         changed = self._shares is None or shares.budget_bytes != self._shares.budget_bytes
         self._shares = shares
         self.cuts += shares.cuts
+        if self._around.recorder is not None and (shares.cuts or shares.frozen != frozen):
+            self._around.recorder.add(MemoryDecision(self.name, now, shares.cuts, shares.frozen))
         if not changed:
             return
         tokens = shares.budget_bytes // theirs
@@ -339,10 +368,12 @@ class LendingServer(Executor):
         return self._permission().kv_bytes or 1 << 62
 
     def _status(self) -> EngineStatus:
-        engine, shares = self.serving.engine, self._shares
+        engine, shares, status = self.serving.engine, self._shares, super()._status()
         blocked = bool(engine.requests) and not self._parked
         return msgspec.structs.replace(
-            super()._status(),
+            status,
+            prefill_tokens_per_second=self._share.value * status.prefill_tokens_per_second,
+            decode_tokens_per_second=self._share.value * status.decode_tokens_per_second,
             blocked_seconds=self._events.now - self._computed_at if blocked else 0.0,
             suspended_reason=self._parked,
             serving=ServingStats(engine.running, len(engine.waiting), None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {}),

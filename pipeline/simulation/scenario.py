@@ -26,6 +26,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Spread = Annotated[float, Meta(ge=0, le=4)]
 """Standard deviation of a logarithm."""
 
+PAPER_LATENCIES = frozenset({"ttft_p99", "tpot_p99"})
+"""Keys of `paper` that are no arms."""
+
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all parts of a scenario."""
@@ -84,12 +87,9 @@ class Users(Part, frozen=True, kw_only=True):
     spikes: tuple[Spike, ...] = ()
 
 
-class Tasks(Part, frozen=True, kw_only=True):
-    """Prompts and trajectories. Lengths are log-normal around a median, cut off at the limits."""
+class TaskKind(Part, frozen=True, kw_only=True):
+    """The trajectories of one kind of task. Lengths are log-normal around a median, cut off at the limits."""
 
-    groups: Positive
-    """Groups that one training step trains on."""
-    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 16
     prompt_tokens: Positive = 1000
     """Tokens of the first observation, which a group shares."""
     observation_tokens: Count = 200
@@ -114,6 +114,16 @@ class Tasks(Part, frozen=True, kw_only=True):
     """Mean probability of success of a trajectory."""
     hardness: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     """How much tasks differ: `solved` of a group is drawn from a Beta distribution with this sum of parameters."""
+
+
+class Tasks(TaskKind, frozen=True, kw_only=True):
+    """The groups of a training step, and what their trajectories do."""
+
+    groups: Positive
+    """Groups that one training step trains on."""
+    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 16
+    kinds: tuple[TaskKind, ...] = ()
+    """Kinds of tasks, which take turns from group to group. A field that a kind does not name is that of `[tasks]`."""
 
 
 class Training(Part, frozen=True, kw_only=True):
@@ -149,9 +159,9 @@ class Elastic(Part, frozen=True, kw_only=True):
     how: Literal["none", "lend", "whole"] = "lend"
     """`none`: never. `lend`: turn by turn. `whole`: an allocator moves whole engines."""
     allocation_seconds: Seconds = 60.0
-    """With `whole`: time until a moved engine takes turns."""
+    """Time until a moved engine takes turns, with `whole`."""
     engine_requests: Count = 0
-    """With `whole`: concurrent requests for which an engine is provisioned; 0: as many as an engine with users of its
+    """Concurrent requests for which an engine is provisioned, with `whole`; 0: as many as an engine with users of its
     own has at most."""
     at_most: Count = 0
     """Most engines that lend at once; 0 sets no limit."""
@@ -174,7 +184,9 @@ class Scenario(Part, frozen=True, kw_only=True):
     """A fleet, its users, tasks and trainer."""
 
     name: str
+    """If absent, the name of the file without its ending."""
     about: str = ""
+    """One sentence, for the results."""
     seed: int = 0
     dedicated: tuple[Pool, ...]
     lending: Lending | None = None
@@ -191,7 +203,8 @@ class Scenario(Part, frozen=True, kw_only=True):
     most_seconds: Annotated[float, Meta(gt=0, le=1e9)] = 200_000.0
     """Simulated seconds after which the run counts as stalled."""
     paper: dict[str, float] = {}
-    """Ratios that a paper reports, by arm."""
+    """Ratios that a paper reports. By arm: how many times the throughput of that arm, or, if that arm moves whole
+    engines, how many times shorter the rollouts. `ttft_p99`, `tpot_p99`: latency relative to serving alone."""
 
     def __post_init__(self) -> None:
         if self.elastic.how != "none" and self.lending is None:
@@ -200,9 +213,10 @@ class Scenario(Part, frozen=True, kw_only=True):
             raise ValueError("`[users]` needs a `[lending]` part: the users' requests are served there")
         if not self.dedicated and (self.lending is None or self.elastic.how == "none"):
             raise ValueError("no engine ever takes a turn: give `[[dedicated]]` or `[lending]`")
-        most = self.tasks.prompt_tokens + self.tasks.max_turn_tokens
-        if most > self.tasks.context_tokens:
-            raise ValueError(f"`tasks.context_tokens` has no room for a prompt and a turn of {most} tokens")
+        for kind in self.tasks.kinds or (self.tasks,):
+            most = kind.prompt_tokens + kind.max_turn_tokens
+            if most > kind.context_tokens:
+                raise ValueError(f"`tasks.context_tokens` has no room for a prompt and a turn of {most} tokens")
 
 
 def load_scenario(path: Path) -> dict[str, Scenario]:
@@ -221,7 +235,11 @@ def load_scenario(path: Path) -> dict[str, Scenario]:
         raise UsageError(f"the scenario {path}: each arm is a table, such as [arms.fixed]")
     fields.setdefault("name", path.stem)
     named = {"rose": {}, **arms} if "rose" not in arms else arms
-    return {arm: _scenario(path, arm, merged(fields, changes)) for arm, changes in named.items()}
+    found = {arm: _scenario(path, arm, merged(fields, changes)) for arm, changes in named.items()}
+    for arm, scenario in found.items():
+        if unknown := sorted(scenario.paper.keys() - found.keys() - PAPER_LATENCIES):
+            raise UsageError(f"the scenario {path}, arm {arm}: `paper.{unknown[0]}` names no arm")
+    return found
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,6 +253,17 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def _scenario(path: Path, arm: str, fields: Mapping[str, Any]) -> Scenario:
     try:
-        return msgspec.convert(fields, Scenario, strict=True)
+        return msgspec.convert(_with_whole_kinds(fields), Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise UsageError(f"the scenario {path}, arm {arm}: {error}") from error
+
+
+def _with_whole_kinds(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with kinds of tasks that have all fields of `[tasks]`."""
+    tasks = fields.get("tasks")
+    kinds = tasks.get("kinds") if isinstance(tasks, dict) else None
+    if not isinstance(tasks, dict) or not isinstance(kinds, list):
+        return dict(fields)
+    common = {name: value for name, value in tasks.items() if name in TaskKind.__struct_fields__}
+    whole = [merged(common, kind) if isinstance(kind, dict) else kind for kind in kinds]
+    return {**fields, "tasks": {**tasks, "kinds": whole}}
