@@ -44,6 +44,8 @@ class Work:
     segments: tuple[Segment, ...]
     new_tokens: int
     """Tokens that the whole turn samples."""
+    blocks: tuple[str, ...] = ()
+    """See `EngineRequest.blocks`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,7 +146,7 @@ class Executor:
         segments = (*shared, Segment(own.name, own.tokens + sampled))
         self._held[name] = dispatch.key, now, self.version
         self._catch_up()
-        self.engine.add(EngineRequest(name, segments, work.new_tokens - sampled, now), now)
+        self.engine.add(EngineRequest(name, segments, work.new_tokens - sampled, now, work.blocks), now)
         self.on_work()
 
     def on_work(self) -> None:
