@@ -171,7 +171,8 @@ def _rows(folder: Path, table: str, **wanted: Any) -> Iterable[dict[str, Any]]:
     for column, value in wanted.items():
         equal = pc.field(column) == value
         condition = equal if condition is True else condition & equal
-    return pq.read_table(file, filters=condition).to_pylist()
+    rows: list[dict[str, Any]] = pq.read_table(file, filters=condition).to_pylist()
+    return rows
 
 
 def _gemm_ratio(outputs: int, inputs: int, tokens: int, card: Card) -> float:
@@ -362,7 +363,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tables = Tables(arguments.tables)
     host = fitted_host(tables, arguments.tables)
-    for model, ranks in ((QWEN3_8B, 1), (QWEN3_32B, 2), (QWEN3_32B, 4), (QWEN3_32B, 8)):
+    for model, ranks in ((QWEN3_8B, 1), (QWEN3_8B, 2), (QWEN3_32B, 2), (QWEN3_32B, 4), (QWEN3_32B, 8)):
         for card in CARDS:
             profile = profile_of(tables, model, card, ranks, host)
             (arguments.out / f"{profile.name}.toml").write_text(write_profile(profile), encoding="utf-8")

@@ -6,6 +6,7 @@ Keeps true
 - A character that the encoding of a terminal or a locale does not have is written as an escape that JSON and TOML have
   too.
 - A program continues when no process reads its standard error any more, for example after the end of a log reader.
+- The terminal is in its own mode again after keys were read from it.
 - Output that cannot be written is reported in one sentence, once, and ends the command with its own exit status.
 
 Example: "\x1b[2J" -> the four characters \x1b, and [2J.
@@ -16,11 +17,14 @@ import errno
 import os
 import re
 import sys
+import termios
+import tty
+from collections.abc import Generator
 from contextlib import suppress
 from io import FileIO, TextIOWrapper
 from pathlib import Path
 from threading import Timer
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from rose.schemas.errors import RoseError, UsageError
 from rose.topics.processes import stream_like, unread_stream
@@ -37,6 +41,32 @@ def escape_control_chars(text: str) -> str:
 def print_line(line: str) -> None:
     """Write a line to standard output, with control characters escaped."""
     sys.stdout.write(f"{escape_control_chars(line)}\n")
+
+
+KEYS = {b"\x1b[C": "n", b"\x1bOC": "n", b" ": "n", b"\n": "n", b"\r": "n", b"\x1b[D": "p", b"\x1bOD": "p", b"\x04": "q"}
+"""Commands of the keys that are no letters: arrows, space, return and the end of a file."""
+
+
+def read_commands(source: TextIO) -> Generator[str, None, None]:
+    """Yield a command for each key that is pressed, or for each line if `source` is no terminal.
+
+    An arrow to the right, a space and an empty line are "n", an arrow to the left is "p". Ends with the source.
+    """
+    if not source.isatty():
+        yield from (line.strip() or "n" for line in source)
+        return
+    number = source.fileno()
+    before = termios.tcgetattr(number)
+    try:
+        tty.setcbreak(number, termios.TCSADRAIN)  # the default would drop keys that were pressed before
+        while pressed := os.read(number, 16):
+            yield KEYS.get(pressed, pressed[:1].decode(errors="replace"))
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+CLEAR = "\x1b[2J\x1b[H"
+"""Clears a terminal and moves its cursor to the beginning."""
 
 
 WAIT_SECONDS = 1.0

@@ -114,6 +114,8 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Whether it takes turns with a seed, whose tokens are drawn by position."""
     by_grant: bool = False
     """Whether grants decide if it takes turns."""
+    devices: Annotated[int, Meta(ge=1, le=2**16)] = 1
+    """Number of devices that its engine occupies."""
 
 
 class RoleBegun(Record, frozen=True, kw_only=True):

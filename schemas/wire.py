@@ -25,6 +25,7 @@ from rose.schemas.cells import CellSummary
 from rose.schemas.errors import RecordError
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
+from rose.schemas.journal import CoreJournal
 from rose.schemas.limits import MAX_NESTING
 from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from rose.schemas.prompts import Prompt, PromptSampling
@@ -51,6 +52,7 @@ RECORDS: tuple[type[Record], ...] = (
     WeightManifest,
     WeightChunk,
     RoleBegun,
+    CoreJournal,
 )
 """Every record type that is written to a topic."""
 

@@ -5,7 +5,7 @@ Keeps true
   checks at its start are both derived from it.
 - No role has a right that it does not use: a test compares the rights with what a broker saw the roles do.
 - No name lies outside the namespace, so one prefix serves every ACL.
-- A missing right is reported at the start, by name. A role that lacks only the right to OPTIONAL_TOPIC starts all the
+- A missing right is reported at the start, by name. A role that lacks only rights to OPTIONAL_TOPICS starts all the
   same, as after an upgrade from a version without that topic.
 - Only a refusal counts as a missing right; what a broker does not answer does not. The right to create topics is
   reported at its first use, because it may be a right to the cluster.
@@ -38,6 +38,7 @@ from rose.topics.catalog import (
     GRANTS,
     GROUPS,
     HEARTBEATS,
+    JOURNAL,
     LOG_GROUP,
     MANIFESTS,
     OUTCOMES,
@@ -157,7 +158,7 @@ ENVIRONMENT = Role(
 ROUTER = Role(
     name="router",
     reads=(REQUESTED, DISPATCHED, COMPLETED, HEARTBEATS),
-    writes=(DISPATCHED, COMPLETED, SUMMARIES, ROLE_STARTS),
+    writes=(DISPATCHED, COMPLETED, SUMMARIES, ROLE_STARTS, JOURNAL),
     dead_letters=(REQUESTED, HEARTBEATS),
     reads_dead_letters=(REQUESTED, HEARTBEATS),
     groups={ROUTER_GROUP: Operation.READ, **_LOG_READER},
@@ -166,7 +167,7 @@ ROUTER = Role(
 CONTROL = Role(
     name="control",
     reads=(SUMMARIES, GRANTS),
-    writes=(GRANTS, ROLE_STARTS),
+    writes=(GRANTS, ROLE_STARTS, JOURNAL),
     dead_letters=(SUMMARIES,),
     groups={CONTROL_GROUP: Operation.READ, **_LOG_READER},
 )
@@ -220,6 +221,13 @@ VIEW = Role(
 )
 """Commands that only read a run: watch, status, why, audit, replay, report, and the list of dead letters."""
 
+REPLAY = Role(
+    name="replay",
+    reads=(REQUESTED, DISPATCHED, COMPLETED, HEARTBEATS, SUMMARIES, GRANTS, JOURNAL),
+    groups=_LOG_READER,
+)
+"""`rose replay` of a stretch of time: repeats the decisions of routers and control apps."""
+
 DEAD_LETTERED = tuple(
     {topic: None for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER) for topic in role.dead_letters}
 )
@@ -240,7 +248,8 @@ ADMIN = Role(name="admin", is_admin=True)
 """`rose topics create`, `check` and `describe`."""
 
 ROLES: Mapping[str, Role] = {
-    role.name: role for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER, PRODUCER, VIEW, OPERATOR, ADMIN)
+    role.name: role
+    for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER, PRODUCER, VIEW, REPLAY, OPERATOR, ADMIN)
 }
 
 _DEAD_LETTERS_OF = dict(zip(RECORD_TOPICS, DEAD_LETTERS, strict=True))
@@ -351,8 +360,9 @@ _OPERATIONS = {AclOperation[each.name]: each for each in Operation if each is no
 VISIBLE_OPERATIONS = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
 """A client with one of these rights sees the topic. For a hidden topic the broker does not report other rights."""
 
-OPTIONAL_TOPIC = ROLE_STARTS
-"""A topic that no role's work depends on. A role that cannot write to it logs that (`pipeline/cli/roles.py`)."""
+OPTIONAL_TOPICS = (ROLE_STARTS, JOURNAL)
+"""Topics that no role's work depends on. A role that cannot write to one logs that (`pipeline/cli/roles.py`,
+`pipeline/journal.py`)."""
 
 
 def connect_as(settings: BusSettings, role: Role) -> None:
@@ -365,7 +375,7 @@ def connect_as(settings: BusSettings, role: Role) -> None:
     if settings.embedded:
         return
     rights = {
-        topic: needed for topic, needed in topic_rights(role).items() if role.is_admin or topic is not OPTIONAL_TOPIC
+        topic: needed for topic, needed in topic_rights(role).items() if role.is_admin or topic not in OPTIONAL_TOPICS
     }
     needed_by_topic = {settings.topic(topic): needed - {Operation.CREATE} for topic, needed in rights.items()}
     request = TopicCollection(list(needed_by_topic))

@@ -20,6 +20,7 @@ from enum import Enum
 from rose.schemas.cells import CellSummary
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
+from rose.schemas.journal import CoreJournal
 from rose.schemas.limits import MAX_RECORD_BYTES, RECORD_OVERHEAD_BYTES
 from rose.schemas.progress import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from rose.schemas.prompts import Prompt
@@ -108,7 +109,7 @@ class Retention:
     """Chunks. They are written before their manifest, so a chunk may be young and not be needed yet."""
     dispatches: float = HOUR / 1000
     heartbeats: float = 10 * MINUTE / 1000
-    """Heartbeats, summaries of cells, and starts of roles."""
+    """Heartbeats, summaries of cells, starts of roles, and journals."""
     dead_letters: float = 30 * DAY / 1000
 
     def seconds_of(self, setting: RetentionSetting) -> float:
@@ -278,6 +279,10 @@ MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, _VERSION_KEY, Par
 ROLE_STARTS = Topic(
     "rose.roles.begun.v1", RoleBegun, "{role}", PartitionSetting.ONE, _BY_AGE, RetentionSetting.HEARTBEATS
 )
+JOURNAL = Topic(
+    "rose.cores.journal.v1", CoreJournal, "{core}", PartitionSetting.CELLS, _BY_AGE, RetentionSetting.HEARTBEATS
+)
+"""A router writes into the partition of its cell, a control app into partition 0."""
 CHUNKS = Topic(
     "rose.weights.chunks.v1",
     WeightChunk,
@@ -304,6 +309,7 @@ RECORD_TOPICS: tuple[Topic, ...] = (
     MANIFESTS,
     CHUNKS,
     ROLE_STARTS,
+    JOURNAL,
 )
 
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
@@ -319,8 +325,8 @@ DEAD_LETTERS: tuple[Topic, ...] = tuple(
 )
 """Dead letter queues; the key of a dead letter is its origin, which its headers name too."""
 
-DEAD_LETTER_SOURCES = tuple(topic for topic in RECORD_TOPICS if topic is not ROLE_STARTS)
-"""Topics whose dead letters are read. ROLE_STARTS has no dead letters, and a log of 0.2.0 has neither topic."""
+DEAD_LETTER_SOURCES = tuple(topic for topic in RECORD_TOPICS if topic not in (ROLE_STARTS, JOURNAL))
+"""Topics whose dead letters are read. ROLE_STARTS and JOURNAL have none, and logs of earlier versions lack them."""
 
 ENVIRONMENT_GROUP = "environment"
 """The consumer group of all environment workers."""

@@ -386,12 +386,44 @@ def audit(common: Common) -> None:
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def replay(
-    common: Common, trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")]
+    common: Common,
+    trajectory: Annotated[str | None, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")] = None,
+    since: Annotated[
+        str | None, typer.Option("--from", metavar="TIME", help="Repeat decisions from here on, e.g. 2026-01-31T12:00.")
+    ] = None,
+    until: Annotated[str | None, typer.Option("--to", metavar="TIME", help="End of that stretch of time.")] = None,
+    step: Annotated[bool, typer.Option("--step", help="Walk through the trajectory, attempt by attempt.")] = False,
+    serve: Annotated[
+        str | None,
+        typer.Option("--serve", metavar="PREFIX", help="Write the records to this scratch namespace instead."),
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option("--speed", metavar="X", min=0.001, help="With --serve: times the pace of the run.")
+    ] = None,
+    topic_names: Annotated[
+        str | None, typer.Option("--topics", metavar="NAME,...", help="With --serve: topics, e.g. turns.requested.")
+    ] = None,
 ) -> None:
-    """Show the life of one trajectory, turn by turn."""
-    from rose.pipeline.cli.replay import print_replay
+    """Show the life of one trajectory, or repeat the decisions of a stretch of time and compare them with the log.
 
-    print_replay(common, trajectory)
+    Exit status 1 if a decision differs.
+    """
+    if serve is not None and trajectory is None and not step:
+        from rose.pipeline.cli.replay_serve import serve_records
+
+        serve_records(common, serve, since, until, speed=1.0 if speed is None else speed, topics=topic_names)
+    elif serve is not None or speed is not None or topic_names is not None:
+        raise UsageError("--speed and --topics go with --serve, and --serve takes --from and --to, but no TRAJECTORY")
+    elif trajectory is not None and since is None and until is None:
+        from rose.pipeline.cli.replay import print_replay
+
+        print_replay(common, trajectory, stepwise=step)
+    elif trajectory is None and (since or until) and not step:
+        from rose.pipeline.cli.replay_decisions import compare_decisions
+
+        compare_decisions(common, since, until)
+    else:
+        raise UsageError("give a TRAJECTORY, with --step or without, or --from TIME and --to TIME")
 
 
 @app.command(rich_help_panel=LOOKING)
@@ -449,6 +481,43 @@ def show_config(common: Common) -> None:
     from rose.pipeline.config.load import load, resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
+
+
+@app.command(rich_help_panel=LOOKING)
+@keep_docstring
+def calibrate(
+    rows: Annotated[
+        Path, typer.Argument(metavar="ROWS.csv", help="Measured latencies; with --server, the file to write.")
+    ],
+    profile: Annotated[
+        list[str],
+        typer.Option(
+            "--profile", metavar="NAME", help="Profile to start from, or its file. Repeat for other parallel sizes."
+        ),
+    ],
+    where: Annotated[
+        list[str] | None, typer.Option("--where", metavar="COLUMN=VALUE", help="Only these rows. Repeatable.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="URL", help="Measure this server first: a sweep of minutes.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Model at the server; default: its first.")
+    ] = None,
+    factors: Annotated[
+        bool, typer.Option("--factors", help="Also fit memory and compute: for another card or model.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.toml", help="File for the calibrated profile.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result, as JSON.")] = None,
+) -> None:
+    """Fit the simulator's cost model to measured latencies, and print its error on rows that it was not fitted to."""
+    from rose.pipeline.cli.calibrate import calibrate_profiles
+
+    if model is not None and server is None:
+        raise UsageError("--model names a model at a server: give --server URL too")
+    calibrate_profiles(rows, profile, where or [], server=server, model=model, factors=factors, out=out, output=output)
 
 
 @dlq.command("list")

@@ -1,7 +1,9 @@
 """`rose replay` and `rose why`: the state and history of one trajectory or group, from the log."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import closing
+from typing import TextIO
 
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
@@ -15,8 +17,9 @@ from rose.pipeline.replay.records import (
     find_trajectory,
     fold_trajectory,
 )
+from rose.pipeline.replay.steps import Step, step_after, trajectory_steps
 from rose.pipeline.replay.why import GroupFacts, PromptAt, why_group, why_trajectory
-from rose.pipeline.terminal import print_line
+from rose.pipeline.terminal import CLEAR, print_line, read_commands
 from rose.schemas.limits import MAX_GROUP_SIZE
 from rose.topics.acl import VIEW, connect_as
 from rose.topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic, home_partition
@@ -26,8 +29,8 @@ from rose.topics.settings import BusSettings
 from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
 
 
-def print_replay(common: Common, trajectory: str) -> None:
-    """`rose replay`: prints the trajectory turn by turn. Raises UnknownTrajectory."""
+def print_replay(common: Common, trajectory: str, *, stepwise: bool) -> None:
+    """`rose replay`: prints the trajectory turn by turn, or walks through it. Raises UnknownTrajectory."""
     config = load(common)
     with readable_log(config) as settings:
         connect_as(settings, VIEW)
@@ -40,8 +43,34 @@ def print_replay(common: Common, trajectory: str) -> None:
         decode = TurnFormat(config.settings.environment.model_folder).action_text
     except TurnFormatError as error:
         sys.stderr.write(f"without text: {error}\n")
-    for line in describe_trajectory(fold_trajectory(trajectory, found), decode):
+    history = fold_trajectory(trajectory, found)
+    if stepwise:
+        walk(trajectory_steps(history, decode), sys.stdin, is_terminal=sys.stdin.isatty() and sys.stdout.isatty())
+        return
+    for line in describe_trajectory(history, decode):
         print_line(line)
+
+
+def walk(steps: Sequence[Step], commands: TextIO, *, is_terminal: bool) -> None:
+    """Show one step, and another one for each command, until the commands end. `is_terminal`: clears the screen."""
+    at = 0
+    read = read_commands(commands)
+    while True:
+        if is_terminal:
+            sys.stdout.write(CLEAR)
+        print_line(f"{at + 1} of {len(steps)}: {steps[at].title}")
+        for line in steps[at].lines:
+            print_line(line)
+        if is_terminal:
+            print_line("\nright or n: next, left or p: previous, q: quit")
+        sys.stdout.flush()
+        at_next = None
+        while at_next is None:
+            command = next(read, "q")
+            if command == "q":
+                return
+            at_next = step_after(at, len(steps), command)
+        at = at_next
 
 
 def print_why(common: Common, name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rose.pipeline.accounting.prices import Prices
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.routing.config import RouterConfig
 from rose.schemas.errors import UsageError
@@ -123,7 +124,7 @@ class TopicsSection:
     dispatches_retention_seconds: float = DEFAULT_RETENTION.dispatches
     """Dispatched turns are deleted at this age (`retention.ms`)."""
     heartbeats_retention_seconds: float = DEFAULT_RETENTION.heartbeats
-    """Heartbeats, summaries of cells and starts of roles are deleted at this age (`retention.ms`)."""
+    """Heartbeats, summaries of cells, starts of roles and journals are deleted at this age (`retention.ms`)."""
     dead_letters_retention_seconds: float = DEFAULT_RETENTION.dead_letters
     """Dead letters are deleted at this age (`retention.ms`)."""
 
@@ -355,6 +356,7 @@ class Settings(BaseModel):
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     tracing: TracingSection = Field(default_factory=TracingSection)
     tasks: TasksSection = Field(default_factory=TasksSection)
+    prices: Prices = Field(default_factory=Prices)
 
 
 def section_types() -> dict[str, type]:

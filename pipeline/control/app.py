@@ -2,6 +2,7 @@
 
 Keeps true
 - The app is off the hot path: it reads one small record per cell and second, and no turn waits for it.
+- Every call of the core is in the journal, with its time (`pipeline/journal.py`).
 - The app stores no state: all state returns within seconds from summaries and grants. So it has no table and no topic
   of its own, and it creates no topics. It writes grants with the bus's own writer, which checks every record.
 - Of several control apps one decides: the app to which the consumer group assigns the summaries. An app without
@@ -33,9 +34,11 @@ from faust.web.base import BlueprintManager
 
 from rose.pipeline.control.elasticity import ElasticityCore
 from rose.pipeline.control.page import State, page_of, state_of
+from rose.pipeline.journal import JournalRecorder
 from rose.schemas.cells import CellSummary
 from rose.schemas.errors import RecordError, RoseError, UsageError
 from rose.schemas.grants import CapacityGrant, GrantSource, grant_key, parse_grant_key
+from rose.schemas.journal import EntryKind
 from rose.schemas.wire import decode
 from rose.topics import counts
 from rose.topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
@@ -64,6 +67,7 @@ class GrantUpdate(NamedTuple):
     worker: str
     grant: CapacityGrant | None
     source: GrantSource
+    offset: int
 
 
 class GrantLog:
@@ -98,7 +102,7 @@ class GrantLog:
         grant = item.record if isinstance(item.record, CapacityGrant) else None
         worker, source = parse_grant_key(item.key)
         if source is not None:
-            self._updates.put(GrantUpdate(worker, grant, source))
+            self._updates.put(GrantUpdate(worker, grant, source, item.offset))
 
 
 class _Boot(BootStrategy):
@@ -113,13 +117,20 @@ class ControlApp:
     """One start of the Faust app. The core outlives it."""
 
     def __init__(
-        self, settings: BusSettings, core: ElasticityCore, grants: GrantLog, clock: Callable[[], float], name: str
+        self,
+        settings: BusSettings,
+        core: ElasticityCore,
+        grants: GrantLog,
+        clock: Callable[[], float],
+        journal: JournalRecorder,
+        name: str,
     ) -> None:
         """Raises TopicMissing, or UsageError for security settings that Faust's client does not have."""
         self.failure: Exception | None = None
         self._core = core
         self._grants = grants
         self._clock = clock
+        self._journal = journal
         self._log = structlog.get_logger("control").bind(control=name)
         self._writer = Writer(settings, name)
         self._writer.partition_count(SUMMARIES)  # Faust would wait for a missing topic without a message
@@ -131,6 +142,8 @@ class ControlApp:
 
     def close(self) -> None:
         """Close the writer and remove the temporary folder."""
+        if self.error is not None:
+            self._journal.end("the control app restarts, and the places of its newest grants are not known")
         self._writer.close()
         self._folder.cleanup()
 
@@ -210,7 +223,8 @@ class ControlApp:
         counts.read(SUMMARIES).inc()
         backlog = self.faust.consumer.highwater(message.tp) - 1 - message.offset
         if backlog < MAX_BACKLOG_SUMMARIES * summary.cells:
-            self._core.on_summary(summary, self._clock())
+            now = self._journal.take(EntryKind.SUMMARY, message.partition, message.offset)
+            self._core.on_summary(summary, now)
 
     async def _on_timer(self, *_: Any) -> None:
         try:
@@ -219,16 +233,20 @@ class ControlApp:
             self.failure = error
 
     def _decide(self) -> None:
-        now = self._clock()
         for update in self._grants.take_updates():
+            now = self._journal.take(EntryKind.GRANT, 0, update.offset)
             self._core.on_grant(update.worker, update.grant, now, source=update.source)
+        now = self._clock()
         if self._grants.is_loaded:
+            now = self._journal.take(EntryKind.TICK)
             for grant in self._core.tick(now):
                 self._write(grant)
             for worker, source in self._core.expired_grants(now):
-                self._writer.tombstone(GRANTS, key=grant_key(worker, source), partition=0)
+                stored = self._journal.decide(EntryKind.GRANT)
+                self._writer.tombstone(GRANTS, key=grant_key(worker, source), partition=0, on_delivery=stored)
                 self._lending.pop(worker, None)
         self._writer.poll()
+        self._journal.write_due()
         cells_heard = len(self._core.live_summaries(now))
         if cells_heard:
             HEALTH.report(f"decides for {cells_heard} cells: {len(self._core.lending_workers(now))} lend")
@@ -238,12 +256,13 @@ class ControlApp:
             HEALTH.report("waits for its turn: another control app decides")
 
     def _write(self, grant: CapacityGrant) -> None:
+        stored = self._journal.decide(EntryKind.GRANT)
         if grant.cell is not None:
-            self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.CELL))
+            self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.CELL), on_delivery=stored)
             self._decisions.appendleft(grant)
             self._log.info("move_granted", worker=grant.worker, cell=grant.cell, reason=grant.reason)
             return
-        self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.LEASED))
+        self._writer.write(GRANTS, grant, key=grant_key(grant.worker, GrantSource.LEASED), on_delivery=stored)
         if self._lending.get(grant.worker) != grant.lend:
             self._lending[grant.worker] = grant.lend
             self._decisions.appendleft(grant)

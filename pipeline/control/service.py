@@ -5,6 +5,7 @@ import errno
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,15 @@ from rose.pipeline.clock import steady_clock
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
 from rose.pipeline.control.metrics import export_metrics
+from rose.pipeline.journal import JournalRecorder, JournalWriter, numeric_settings
 from rose.schemas.errors import UsageError
+from rose.schemas.journal import CoreJournal
 from rose.topics.acl import CONTROL, check_group_rights
 from rose.topics.catalog import CONTROL_GROUP
 from rose.topics.errors import BusError, is_permanent
 from rose.topics.health import HEALTH
 from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 
 if TYPE_CHECKING:  # imports Faust, which may not be installed
     from rose.pipeline.control.app import ControlApp, GrantLog
@@ -50,23 +54,32 @@ def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Ev
         raise UsageError(f"{error.name} is not installed: pip install 'rose-rollouts[control]'") from None
 
     control, clock = ElasticityCore(config, job), steady_clock()
+    first = CoreJournal(core=name, began_at=0, sequence=0, settings=numeric_settings(config), job=job)
+    sink = JournalWriter(partial(Writer, settings, f"{name}-journal"))
+    journal = JournalRecorder(clock, sink, first)
     grants = GrantLog(settings, name)
     try:
-        with export_metrics(control, clock):
-            asyncio.run(_run(settings, control, grants, clock, stop, name))
+        with export_metrics(control, clock), closing(sink):
+            asyncio.run(_run(settings, control, grants, clock, journal, stop, name))
     finally:
         grants.stop()
 
 
 async def _run(
-    settings: BusSettings, core: ElasticityCore, grants: "GrantLog", clock: Callable[[], float], stop: Event, name: str
+    settings: BusSettings,
+    core: ElasticityCore,
+    grants: "GrantLog",
+    clock: Callable[[], float],
+    journal: JournalRecorder,
+    stop: Event,
+    name: str,
 ) -> None:
     from rose.pipeline.control.app import ControlApp
 
     log = structlog.get_logger("control").bind(control=name)
     while not stop.is_set():
         check_group_rights(settings, CONTROL, CONTROL_GROUP)
-        with closing(ControlApp(settings, core, grants, clock, name)) as app:
+        with closing(ControlApp(settings, core, grants, clock, journal, name)) as app:
             failure = await _run_app(app, stop)
             with suppress(TimeoutError):  # Faust may wait forever for a broker that does not answer
                 await asyncio.wait_for(app.faust.stop(), STOP_SECONDS)

@@ -65,7 +65,7 @@ def readable_log(config: Config) -> Iterator[BusSettings]:
     Raises UsageError if the run's folder was moved, BrokerUnreachable if a named broker does not answer.
     """
     named = config.settings.broker.bootstrap_server
-    if named and _is_own(config) and not _accepts(named):
+    if starts_own_broker(config):
         from rose.topics.local_broker import start_broker
 
         home = config.settings.broker.kafka_home
@@ -74,6 +74,12 @@ def readable_log(config: Config) -> Iterator[BusSettings]:
     else:
         with live_bus(config) as settings:
             yield settings
+
+
+def starts_own_broker(config: Config) -> bool:
+    """Whether `readable_log` starts the run's own broker, because the run has ended."""
+    named = config.settings.broker.bootstrap_server
+    return bool(named) and _is_own(config) and not _accepts(named)
 
 
 @contextmanager

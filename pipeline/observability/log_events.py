@@ -176,6 +176,10 @@ MEANINGS = {
     "intake_closed": Meaning("The executor takes no turns; `reason` says why."),
     "intake_opened": Meaning("The executor takes turns."),
     "join_retried": Meaning("The broker has not answered a request to join a group; the client asks again."),
+    "journal_ended": Meaning(
+        "The inputs of a router or control app are not recorded any more. Only `rose replay --from` misses them.",
+        "See `reason`; after an upgrade, run `rose topics create`, and give the right to write the journal.",
+    ),
     "lend_granted": Meaning("The control app tells a lender to lend."),
     "lending_disabled": Meaning(
         "An unexpected error ended lending in this server until its restart. Serving continues.",
@@ -307,6 +311,7 @@ ROLES = (
     ("workers/environments/", "Environment worker"),
     ("pipeline/routing/", "Router"),
     ("pipeline/control/", "Control app"),
+    ("pipeline/journal.py", "Router and control app"),
     ("workers/executor/", EXECUTORS),
     ("workers/weights/receive.py", EXECUTORS),
     ("workers/lender/endpoint/", "Lender of an endpoint"),

@@ -87,7 +87,7 @@ def code(text: str) -> str:
 CLI_INTRODUCTION = f"""The command `rose` runs every role, and looks at runs. `rose COMMAND --help` prints the same
 texts. The exit status is 0 for success, 1 for a failure or a finding, 2 for a usage error.
 
-All commands except `keys`, `health`, `simulate` and `topics prompt-schema` take the options of the section
+All commands except `keys`, `calibrate`, `simulate`, `health` and `topics prompt-schema` take the options of the section
 [{PANEL}](#{{anchor}})."""
 
 
@@ -165,6 +165,7 @@ GROUPS = {
     "Lender": ("lender", "endpoint"),
     "Trainer": ("trainer", "weights"),
     "Runs on one machine": ("run", "tasks", "serving", "users"),
+    "Report": ("prices",),
 }
 """Sections by the role that reads them; every section is in one group."""
 

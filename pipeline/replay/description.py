@@ -71,6 +71,18 @@ SOLVED = {True: "solved, ", False: "not solved, ", None: ""}
 def describe_trajectory(history: TrajectoryHistory, decode: Decode | None = None) -> Iterator[str]:
     """Yield the history of a trajectory, line by line. `decode` adds the text of observations and actions."""
     yield f"trajectory {history.trajectory_id}"
+    yield from describe_prompt(history)
+    for number, life in enumerate(history.episodes, 1):
+        if len(history.episodes) > 1:
+            yield ""
+            yield f"life {number} of {len(history.episodes)}"
+        yield from _episode(life, decode)
+    yield ""
+    yield from describe_outcomes(history)
+
+
+def describe_prompt(history: TrajectoryHistory) -> Iterator[str]:
+    """Yield the lines of a trajectory's prompt, and of what the log has of the trajectory."""
     if history.prompt is not None:
         prompt = history.prompt
         yield (
@@ -81,13 +93,6 @@ def describe_trajectory(history: TrajectoryHistory, decode: Decode | None = None
         yield f"  looked     at the log from {moment(history.since)} on"
     if not history.episodes:
         yield "  no turn has been asked for yet"
-    for number, life in enumerate(history.episodes, 1):
-        if len(history.episodes) > 1:
-            yield ""
-            yield f"life {number} of {len(history.episodes)}"
-        yield from _episode(life, decode)
-    yield ""
-    yield from _outcomes(history)
 
 
 def _episode(episode: Episode, decode: Decode | None) -> Iterator[str]:
@@ -95,25 +100,26 @@ def _episode(episode: Episode, decode: Decode | None) -> Iterator[str]:
     for number, turn in episode.turns.items():
         yield ""
         yield from _turn(number, turn, seen, decode)
-        seen = _length_after(turn, seen)
+        seen = length_after(turn, seen)
     yield ""
     if not episode.samples:
         yield "sample       none yet: the trajectory goes on"
     for sample in episode.samples:
-        yield _sample(sample)
+        yield describe_sample(sample)
 
 
 def _turn(number: int, turn: EpisodeTurn, seen: int, decode: Decode | None) -> Iterator[str]:
     yield f"turn {number}"
     if turn.request is not None:
-        yield from _request(turn.request, seen, decode)
+        yield from describe_request(turn.request, seen, decode)
     for attempt_number, attempt in sorted(turn.attempts.items()):
-        yield from _attempt(attempt_number, attempt, turn, decode)
+        yield from describe_attempt(attempt_number, attempt, turn, decode)
     if turn.applied is not None:
-        yield from _applied(turn.applied)
+        yield from describe_applied(turn.applied)
 
 
-def _applied(applied: SampleTurn) -> Iterator[str]:
+def describe_applied(applied: SampleTurn) -> Iterator[str]:
+    """Yield the lines of the result that the environment applied."""
     times = applied.times
     yield (
         f"  applied    attempt {applied.attempt} of {applied.worker}; "
@@ -123,7 +129,8 @@ def _applied(applied: SampleTurn) -> Iterator[str]:
         yield f"    turn     {_ms(times.applied_at - times.requested_at)} = {_legs(times)}"
 
 
-def _request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator[str]:
+def describe_request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator[str]:
+    """Yield the lines of a request. `seen`: number of tokens of the context that earlier turns have shown."""
     unseen = max(0, request.context_tokens - seen)
     new = unpack_tokens(_whole(request.appended))[-unseen:] if unseen else []
     behind = f", behind {len(request.chain)} requests" if request.chain else ", carried whole"
@@ -133,7 +140,8 @@ def _request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator
         yield f"  reads      {_quoted(decode(new))}"
 
 
-def _attempt(number: int, attempt: Attempt, turn: EpisodeTurn, decode: Decode | None) -> Iterator[str]:
+def describe_attempt(number: int, attempt: Attempt, turn: EpisodeTurn, decode: Decode | None) -> Iterator[str]:
+    """Yield the lines of one attempt at `turn`."""
     for dispatch in attempt.dispatches:
         yield from _dispatch(dispatch, number)
     for result in attempt.results:
@@ -177,7 +185,8 @@ def _result(result: TurnResult, decode: Decode | None, *, timed: bool) -> Iterat
             yield f"  writes     {_quoted(decode(unpack_tokens(_whole(result.tokens))))}"
 
 
-def _sample(sample: Sample) -> str:
+def describe_sample(sample: Sample) -> str:
+    """Return the line of a sample."""
     if sample.failure:
         return f"sample       failed: {sample.failure}; no reward"
     ended = f"{ENDED[sample.ended]}, " if sample.ended in ENDED else ""
@@ -189,7 +198,8 @@ def _sample(sample: Sample) -> str:
     )
 
 
-def _outcomes(history: TrajectoryHistory) -> Iterator[str]:
+def describe_outcomes(history: TrajectoryHistory) -> Iterator[str]:
+    """Yield the lines of the trajectory's outcomes."""
     if not history.outcomes:
         yield "outcome      none yet"
     for outcome in history.outcomes:
@@ -202,7 +212,7 @@ def _legs(times: TurnTimes) -> str:
     return ", ".join(f"{name} {_ms(seconds)}" for name, seconds in latency_stages(times))
 
 
-def _length_after(turn: EpisodeTurn, seen: int) -> int:
+def length_after(turn: EpisodeTurn, seen: int) -> int:
     """Return the number of tokens of the context with the result that finished; `seen` if nothing is known."""
     context = turn.request.context_tokens if turn.request is not None else seen
     for _, attempt in sorted(turn.attempts.items()):

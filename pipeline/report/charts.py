@@ -49,7 +49,7 @@ def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
     numbers = list(versions)
     shares = [sum(bool(each.success) for each in versions[number]) / len(versions[number]) for number in numbers]
     sizes = [len(versions[number]) for number in numbers]
-    figure = _figure(height=360)
+    figure = styled_figure(height=360)
     errors = 1.96 * np.sqrt(np.multiply(shares, np.subtract(1, shares)) / sizes)
     figure.add_scatter(
         x=numbers + numbers[::-1],
@@ -100,7 +100,7 @@ def trajectory_turns(history: RunHistory) -> go.Figure | None:
     }
     if not any(counts.values()):
         return None
-    figure = _figure(height=320)
+    figure = styled_figure(height=320)
     for solved, name, colour in ((True, "solved", TEAL), (False, "not solved", GREY), (None, "not judged", GREY)):
         turns = sorted(counts[solved])
         if not turns:
@@ -129,7 +129,7 @@ def occupancy(history: RunHistory) -> go.Figure | None:
     workers = {worker: by_worker[worker] for worker in _shown(by_worker)}
     if others := [own for worker, own in by_worker.items() if worker not in workers]:
         workers[f"{len(others)} others"] = list(chain.from_iterable(others))
-    figure = _figure(height=260)
+    figure = styled_figure(height=260)
     colours = [AMBER]
     if len(workers) > 1:
         colours = sample_colorscale([BLUE, TEAL, AMBER], np.linspace(0, 1, len(workers)).tolist())
@@ -183,7 +183,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
                     row=row,
                     col=1,
                 )
-    _figure(figure, height=90 + 210 * len(workers))
+    styled_figure(figure, height=90 + 210 * len(workers))
     figure.update_xaxes(title_text="seconds", row=len(workers), col=1)
     figure.update_yaxes(showgrid=False)
     figure.update_layout(barmode="overlay", legend_title_text=f"policy version{busiest}", legend_y=1.06)
@@ -203,7 +203,7 @@ def latency(history: RunHistory) -> go.Figure | None:
         "decode": [turn.decode_seconds for turn in turns],
         "environment step": [turn.environment_seconds for turn in turns],
     }
-    figure = _figure(height=340)
+    figure = styled_figure(height=340)
     names = list(stages)[::-1]
     for share, label, colour in QUANTILES:
         figure.add_bar(
@@ -231,7 +231,7 @@ def prefix_cache(history: RunHistory) -> go.Figure | None:
     numbers = [number for number in sorted(context) if context[number]]
     if not numbers:
         return None
-    figure = _figure(height=320)
+    figure = styled_figure(height=320)
     figure.add_bar(
         x=numbers,
         y=[cached[number] / context[number] for number in numbers],
@@ -256,7 +256,7 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> go.Figure | None:
     """Time of the trainer between two policy versions; `steps` are the lines of its `metrics.jsonl`."""
     if not steps:
         return None
-    figure = _figure(height=300)
+    figure = styled_figure(height=300)
     parts = (
         ("waiting_seconds", "waiting for samples", GREY),
         ("training_seconds", "training", BLUE),
@@ -352,7 +352,7 @@ def _bars(lanes: Sequence[tuple[int, TurnFact]], version: int, began: float, col
     )
 
 
-def _figure(figure: go.Figure | None = None, *, height: int) -> go.Figure:
+def styled_figure(figure: go.Figure | None = None, *, height: int) -> go.Figure:
     """Set the common style of the report on a figure, by default a new one, and return the figure."""
     figure = go.Figure() if figure is None else figure
     figure.update_layout(
@@ -395,7 +395,7 @@ def lending_chart(rows: Sequence[LendingSecond], promised: LatencyBudgets) -> go
         return None
     seconds = [row.at - rows[0].at for row in rows]
     figure = make_subplots(rows=4, cols=1, shared_xaxes=True, row_heights=LENDING_HEIGHTS, vertical_spacing=0.085)
-    _figure(figure, height=720)
+    styled_figure(figure, height=720)
     _second_bars(figure, 1, seconds, [row.served_tokens for row in rows], BLUE, "%{y:.0f} tokens to users")
     _latency_panel(figure, 2, seconds, [(row.ttft, row.ttft_most) for row in rows], promised.ttft)
     _latency_panel(figure, 3, seconds, [(row.tpot, row.tpot_most) for row in rows], promised.tpot)

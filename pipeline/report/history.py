@@ -6,13 +6,14 @@ Keeps true: a pure fold; the same records give the same history, whatever the or
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from rose.pipeline.accounting.usage import UsageLedger
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
 from rose.schemas.weights import WeightManifest
-from rose.topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
+from rose.topics.catalog import COMPLETED, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
 
@@ -153,10 +154,14 @@ class RunHistory:
         return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
 
-def read_history(settings: BusSettings) -> RunHistory:
-    """Read the history of all records that the log keeps. Raises TopicMissing or BusError."""
-    envelopes = read_whole_topics(settings, [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS], client_id="rose-report")
-    return fold_history(envelope.record for envelope in envelopes if envelope.record is not None)
+def read_history(settings: BusSettings, usage: UsageLedger) -> RunHistory:
+    """Read the history of all records that the log keeps, and add the records to `usage`.
+
+    Raises TopicMissing or BusError.
+    """
+    topics = [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS, COMPLETED]
+    envelopes = read_whole_topics(settings, topics, client_id="rose-report")
+    return fold_history(usage.watch(envelope.record for envelope in envelopes if envelope.record is not None))
 
 
 def fold_history(records: Iterable[Record]) -> RunHistory:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from rose.pipeline.accounting.cost import CostReport
 from rose.pipeline.audit import Audit
 from rose.pipeline.report.history import RunHistory
 from rose.pipeline.report.lending_statistics import Lending
@@ -109,6 +110,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights
     lending: Lending | None = None
     """None if no server lent and there were no users."""
+    cost: CostReport
     machine: Machine
 
 
@@ -123,7 +125,14 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(
-    history: RunHistory, audit: Audit, facts: RunMetadata, *, run: str, seed: int, lending: Lending | None = None
+    history: RunHistory,
+    audit: Audit,
+    facts: RunMetadata,
+    *,
+    run: str,
+    seed: int,
+    cost: CostReport,
+    lending: Lending | None = None,
 ) -> Summary:
     """Return the figures of one run."""
     turns = history.turns
@@ -162,6 +171,7 @@ def summarise(
             swap_seconds_p99=_quantiles([swap.seconds for swap in history.swaps]).p99,
         ),
         lending=lending,
+        cost=cost,
         machine=facts.machine,
     )
 

@@ -16,6 +16,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from rose.pipeline.accounting.cost import CostReport, cost_of
+from rose.pipeline.accounting.prices import HOUR_SECONDS
+from rose.pipeline.accounting.usage import UsageLedger
 from rose.pipeline.audit import audit_log
 from rose.pipeline.config.load import RESOLVED, Config, without_secrets
 from rose.pipeline.report.history import RunHistory, read_history
@@ -38,7 +41,9 @@ SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"
 
 def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> Summary:
     """Compute the figures from the log and write the files of the report. Raises TopicMissing or BusError."""
-    history, promise = read_history(settings), config.settings.lender.promise
+    folder, usage = config.run_folder, UsageLedger()
+    history, promise = read_history(settings, usage), config.settings.lender.promise
+    steps = read_step_log(folder)
     served = read_request_log(config.run_folder)
     rows = seconds_of_lending(history, served, now=time())
     promised = LatencyBudgets(ttft=promise.ttft_seconds, tpot=promise.tpot_seconds)
@@ -49,14 +54,13 @@ def write_report(config: Config, settings: BusSettings, facts: RunMetadata) -> S
         facts,
         run=run.name,
         seed=run.seed,
+        cost=cost_of(usage.usage(steps or None), config.settings.prices),
         lending=summarise_lending(history, served, rows, promised),
     )
-    folder = config.run_folder
     if rows:
         (folder / MOMENTS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     configuration = without_secrets((folder / RESOLVED).read_text(encoding="utf-8"))
-    steps = read_step_log(folder)
     report = report_html(summary, history, configuration=configuration, steps=steps, rows=rows)
     (folder / REPORT).write_text(report, encoding="utf-8")
     return summary
@@ -99,6 +103,7 @@ def print_summary(console: Console, summary: Summary, folder: Path) -> None:
         kept = f"{lent.requests} requests of users{failed}, {lent.kept:.1%} within the promise"
         table.add_row("serving", f"{kept}; engine busy {lent.busy:.0%} of the time")
         table.add_row("lent", f"{lent.turns} turns, {lent.share:.0%} of the sampled tokens; {lent.cuts} cuts")
+    table.add_row("cost", cost_sentence(summary.cost))
     table.add_row("took", f"{summary.seconds:.0f} s on {summary.broker}")
     table.add_row("report", str(folder / REPORT))
     console.print(table, highlight=False, soft_wrap=True)
@@ -131,7 +136,7 @@ def report_html(
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
-    from rose.pipeline.report import charts
+    from rose.pipeline.report import charts, cost_charts
 
     if texts is None:
         started = datetime.fromtimestamp(summary.started_at, UTC)
@@ -145,6 +150,8 @@ def report_html(
         "latency": charts.latency(history),
         "cache": charts.prefix_cache(history),
         "steps": charts.step_seconds(steps),
+        "cost_fates": cost_charts.cost_by_fate(summary.cost),
+        "cost_steps": cost_charts.cost_per_correct(summary.cost),
     }
     pictures = {
         name: to_html(
@@ -165,6 +172,8 @@ def report_html(
         headline=texts.headline,
         law=conservation_sentence(summary),
         lent=lending_sentence(summary.lending, users=texts.users) if summary.lending else None,
+        priced=cost_sentence(summary.cost),
+        uncounted=uncounted_sentence(summary.cost),
         pictures=pictures,
         configuration=configuration,
         plotly=get_plotlyjs(),
@@ -195,6 +204,30 @@ def conservation_sentence(summary: Summary) -> str:
     return (
         f"Of {_number(terms['requested'])} requested trajectories, each has one end: {ends or 'none yet'}; {verdict}."
     )
+
+
+def cost_sentence(cost: CostReport) -> str:
+    """Return what the run and a correct answer cost, in two sentences."""
+    hours = f"{cost.device_seconds / HOUR_SECONDS:,.4g} device hours"
+    whole = hours if cost.cost is None else f"{cost.cost:,.4g} {cost.currency} for {hours}"
+    if cost.device_seconds_per_correct is None:
+        return f"{whole}. No correct answer is known."
+    seconds = f"{cost.device_seconds_per_correct:,.4g} device seconds"
+    each = seconds if cost.cost_per_correct is None else f"{cost.cost_per_correct:,.4g} {cost.currency}"
+    return f"{whole}. Correct answers: {cost.correct:,}, at {each} each."
+
+
+def uncounted_sentence(cost: CostReport) -> str:
+    """Return what the cost leaves out or assumes, in sentences; empty if there is nothing."""
+    sentences = {
+        f"Unknown: the time of {cost.unknown_attempts:,} attempts, whose executors were lost.": cost.unknown_attempts,
+        f"Unknown: whether {cost.unjudged:,} of the answers are correct.": cost.unjudged,
+        f"Assumed: one device for each of {cost.assumed_devices:,} executors without a heartbeat on the log.": (
+            cost.assumed_devices
+        ),
+        "Unknown: the time of the trainer, which has no step log in this run's folder.": not cost.trainer_known,
+    }
+    return " ".join(sentence for sentence, holds in sentences.items() if holds)
 
 
 def _number(value: float) -> str:

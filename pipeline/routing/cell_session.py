@@ -10,6 +10,7 @@ Keeps true
   executor counts as silent until the token is stored.
 - All records of an unfinished turn (request, dispatches, results) lie at or after the low water, and the low water
   only rises. A mark is the next offsets at one moment; a turn belongs to the epoch that the newest mark began.
+- Every call of the core is in the journal, with its time (`pipeline/journal.py`).
 - Writes are at-least-once: a dispatch, a FAILED result or a dead letter may be written twice around a restart, and
   none is left out. The low water is not committed before FAILED results and dead letters are on the broker.
 
@@ -19,13 +20,14 @@ the log again.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import structlog
 
 from rose.pipeline.clock import steady_clock
+from rose.pipeline.journal import JournalRecorder, JournalWriter, numeric_settings
 from rose.pipeline.routing import metrics
 from rose.pipeline.routing.cell_summary import summarize_cell
 from rose.pipeline.routing.config import RouterConfig
@@ -34,6 +36,7 @@ from rose.pipeline.routing.membership import CellOwnership, RouterMembership
 from rose.pipeline.routing.router import Decision, Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.journal import CoreJournal, EntryKind
 from rose.schemas.turns import FENCING_KEY, TurnDispatch, TurnRequest, TurnResult
 from rose.topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, SUMMARIES, Topic, partitions_of_cell
 from rose.topics.dead_letters import dead_lettered_places
@@ -84,6 +87,14 @@ INBOXES_SECONDS = 5.0
 """Time between two checks for added inboxes, while heartbeats name an inbox that is not known."""
 
 
+RESTORED_KINDS = {
+    REQUESTED: EntryKind.REQUEST,
+    DISPATCHED: EntryKind.DISPATCH,
+    COMPLETED: EntryKind.RESULT,
+}
+"""Kinds of the ranges that are read at a start, by topic."""
+
+
 def valid_dispatches(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
     """The dispatches that executors do not drop because of their fencing token.
 
@@ -99,6 +110,15 @@ def valid_dispatches(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
             yield record
 
 
+def received_request(envelope: Envelope) -> ReceivedRequest:
+    """The received request, with its partition as its home: its result is expected in that partition."""
+    request, wire = envelope.record, envelope.raw.value
+    assert isinstance(request, TurnRequest) and wire is not None
+    if request.home != envelope.partition:
+        request = msgspec.structs.replace(request, home=envelope.partition)
+    return ReceivedRequest(request, wire, envelope.offset)
+
+
 @dataclass(frozen=True, slots=True)
 class RouterContext:
     """Objects that all cell sessions of one router share: settings, name, membership, reader and writer."""
@@ -110,10 +130,12 @@ class RouterContext:
     reader: Reader
     """Reads the partitions of all sessions, from their `read_positions`."""
     writer: Writer
+    journal: JournalWriter
 
     def close(self) -> None:
-        """Close the writer and the reader. Records that the broker has not stored yet are dropped."""
+        """Close the writers and the reader. Records that the broker has not stored yet are dropped."""
         self.writer.close()
+        self.journal.close()
         self.reader.close()
 
 
@@ -130,6 +152,9 @@ class CellSession:
         self._config = context.config
         self._membership = membership
         self.clock = steady_clock()
+        settings = numeric_settings(context.config)
+        first = CoreJournal(core=context.name, cell=ownership.cell, began_at=0, sequence=0, settings=settings)
+        self._journal = JournalRecorder(self.clock, context.journal, first)
         self._log = structlog.get_logger("router").bind(router=context.name, cell=ownership.cell)
         self._reader = reader
         self._writer = context.writer
@@ -174,8 +199,12 @@ class CellSession:
         }
 
     def finish(self) -> None:
-        """Commit the low water. Call this once all decisions are on the broker. Raises BusError."""
+        """Commit the low water and write the end of the journal. Call this once all decisions are on the broker.
+
+        Raises BusError.
+        """
         self._commit_low_water()
+        self._journal.finish()
         self._log.info("cell_session_ended", unfinished_turns=len(self.router.turns))
 
     def start(self) -> None:
@@ -190,13 +219,13 @@ class CellSession:
         self._low_water = LowWater(self._next_offsets)
         decisions = self.router.restore(
             (
-                self._received(each)
+                received_request(each)
                 for each in self._read_to_end(REQUESTED)
                 if isinstance(each.record, TurnRequest) and self._is_valid(each)
             ),
             valid_dispatches(self._read_to_end(DISPATCHED)),
             (each.record for each in self._read_to_end(COMPLETED) if isinstance(each.record, TurnResult)),
-            self.clock,
+            self._restore_times(),
         )
         self._ensure_owner()
         self._write_decisions(decisions)
@@ -228,17 +257,19 @@ class CellSession:
         records = [each for each in found if isinstance(each, Envelope)]
         for envelope in records:
             if isinstance(envelope.record, SlackHeartbeat):
-                self._on_heartbeat(envelope.record)
+                self._on_heartbeat(envelope.record, envelope.offset)
         for envelope in records:
             if isinstance(envelope.record, TurnResult):
-                self._write_decisions(self.router.on_result(envelope.record, self.clock()))
+                now = self._journal.take(EntryKind.RESULT, envelope.partition, envelope.offset)
+                self._write_decisions(self.router.on_result(envelope.record, now))
         for envelope in records:
             if isinstance(envelope.record, TurnRequest) and self._is_valid(envelope):
-                self._write_decisions(self.router.on_request(self._received(envelope), self.clock()))
+                now = self._journal.take(EntryKind.REQUEST, envelope.partition, envelope.offset)
+                self._write_decisions(self.router.on_request(received_request(envelope), now))
         for item in found:
             if isinstance(item, Envelope | InvalidMessage):
                 self._advance(item)
-        self._write_decisions(self.router.tick(self.clock()))
+        self._write_decisions(self.router.tick(self._journal.take(EntryKind.TICK)))
         if records:
             metrics.BATCH_SECONDS.observe(time.monotonic() - started_at)
         if started_at >= self._next_low_water:
@@ -252,6 +283,7 @@ class CellSession:
         self._limit_waiting()
         if self.router.counters.lost > self._fenced_at_lost:
             self._renew_fencing()
+        self._journal.write_due()
 
     def _advance(self, item: Envelope | InvalidMessage) -> None:
         if item.topic is HEARTBEATS:
@@ -285,6 +317,8 @@ class CellSession:
         while slots & self._unfenced and (left_seconds := until - time.monotonic()) > 0:
             self._writer.poll(left_seconds)
         # A dispatch to these inboxes would lie behind the new token and carry an older token.
+        for slot in sorted(self._unfenced):
+            self._journal.take(EntryKind.CLOSED, slot)
         self.router.close_inboxes(self._unfenced)
         self._ensure_owner()
 
@@ -292,6 +326,7 @@ class CellSession:
         tokens, unfenced = self.router.fencing_tokens, self._unfenced
 
         def claimed(slot: int, offset: int) -> None:
+            self._journal.take(EntryKind.FENCED, slot, offset)
             tokens[slot] = max(offset, tokens.get(slot, 0))
             unfenced.discard(slot)
 
@@ -299,7 +334,7 @@ class CellSession:
             unfenced.add(slot)
             self._writer.tombstone(DISPATCHED, key=FENCING_KEY, partition=slot, on_delivery=claimed)
 
-    def _on_heartbeat(self, heartbeat: SlackHeartbeat) -> None:
+    def _on_heartbeat(self, heartbeat: SlackHeartbeat, offset: int) -> None:
         skew = self.clock_skews.on_heartbeat(heartbeat.worker, heartbeat.sent_at, time.time())
         if skew is not None:
             self._log.warning("clock_skew_detected", worker=heartbeat.worker, seconds_behind=round(skew, 1))
@@ -310,7 +345,8 @@ class CellSession:
             self._add_new_inboxes()
             has_inbox = self._has_inbox(heartbeat.slot)
         if has_inbox:
-            self._write_decisions(self.router.on_heartbeat(heartbeat, self.clock()))
+            now = self._journal.take(EntryKind.HEARTBEAT, self.ownership.cell, offset)
+            self._write_decisions(self.router.on_heartbeat(heartbeat, now))
         elif heartbeat.worker not in self._misplaced and len(self._misplaced) < MAX_MISPLACED_WARNINGS:
             self._misplaced.add(heartbeat.worker)
             reason = "no such inbox in this cell"
@@ -358,14 +394,6 @@ class CellSession:
             self._unstored += 1
             self._writer.dead_letter(message, reason, on_delivery=self._on_stored)
 
-    def _received(self, envelope: Envelope) -> ReceivedRequest:
-        """The received request, with its partition as its home: its result is expected in that partition."""
-        request, wire = envelope.record, envelope.raw.value
-        assert isinstance(request, TurnRequest) and wire is not None
-        if request.home != envelope.partition:
-            request = msgspec.structs.replace(request, home=envelope.partition)
-        return ReceivedRequest(request, wire, envelope.offset)
-
     def _write_decisions(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, TurnDispatch):
@@ -376,7 +404,7 @@ class CellSession:
                     key=request.trajectory_id,
                     partition=decision.slot,
                     trajectory_id=request.trajectory_id,
-                    on_delivery=self._on_dispatch_stored,
+                    on_delivery=self._journal.decide(EntryKind.DISPATCH, self._on_dispatch_stored),
                 )
                 metrics.DISPATCH_SECONDS.observe(decision.dispatched_at - decision.queued_at)
             else:
@@ -389,7 +417,7 @@ class CellSession:
                     key=name,
                     partition=decision.home,
                     trajectory_id=name,
-                    on_delivery=self._on_stored,
+                    on_delivery=self._journal.decide(EntryKind.RESULT, self._on_stored),
                 )
 
     def _on_dispatch_stored(self, slot: int, offset: int) -> None:
@@ -435,5 +463,12 @@ class CellSession:
             self._settings, begins, client_id="rose-router-restore", on_invalid=spoiled, on_wait=self._ensure_owner
         )
         for envelope in found:
-            self._next_offsets[envelope.topic, envelope.partition] = envelope.offset + 1
+            place, end = (topic, envelope.partition), envelope.offset + 1
+            self._journal.restore(RESTORED_KINDS[topic], envelope.partition, self._next_offsets[place], end)
+            self._next_offsets[place] = end
             yield envelope
+
+    def _restore_times(self) -> Callable[[], float]:
+        """The clock of the core's `restore`, which reads the clock at the begin and at the end."""
+        kinds = iter((EntryKind.RESTORING, EntryKind.RESTORED))
+        return lambda: self._journal.take(next(kinds))

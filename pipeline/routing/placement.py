@@ -293,6 +293,14 @@ class Placement:
             self._break_tie(query, now, found)
         return self._choice(query, now, found)
 
+    def costs(self, query: PlacementQuery, now: float) -> dict[str, float]:
+        """The cost of the turn in seconds on each executor that has room for it; slow, for explanations."""
+        return {
+            worker: self._cost(candidate, query, now)
+            for worker, candidate in self.candidates.items()
+            if candidate.room >= query.room_tokens and (candidate.heartbeat.seeded or not query.seeded)
+        }
+
     def load_of(self, worker: str, now: float) -> ExecutorLoad:
         """The load of an executor; an empty load if the executor never made an offer."""
         candidate = self.candidates.get(worker)

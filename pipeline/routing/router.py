@@ -88,12 +88,13 @@ BLAMELESS_REFUSALS = (Refusal.ROOM, Refusal.VERSION, Refusal.CONTEXT)
 class Router:
     """State and decisions of one cell. The cell session passes records in and writes the returned decisions."""
 
-    def __init__(self, config: RouterConfig | None = None) -> None:
+    def __init__(self, config: RouterConfig | None = None, placement: Placement | None = None) -> None:
+        """`placement`: None is the placement of production."""
         config = config or RouterConfig()
         self.fencing_tokens: dict[int, int] = {}
         """This router's fencing token by inbox slot. A slot that is missing has token 0."""
         self.liveness = Liveness(max_lag_versions=config.max_lag_versions)
-        self.placement = Placement()
+        self.placement = placement or Placement()
         self.prefix_locations = PrefixLocations(config.remembered_trajectories)
         self.lengths = LengthsByEnvironment()
         self.turns: dict[str, Turn] = {}

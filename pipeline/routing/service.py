@@ -12,10 +12,12 @@ Keeps true
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from threading import Event
 
 import structlog
 
+from rose.pipeline.journal import JournalWriter
 from rose.pipeline.routing.cell_session import CellSession, RouterContext
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.membership import CellOwnership, OwnershipLost, RouterMembership
@@ -125,8 +127,9 @@ class RouterService:
         if self._context is None:
             settings, name = self._settings, self._name
             reader = Reader(settings.with_defaults(FETCH_AHEAD), name)
+            journal = JournalWriter(partial(Writer, settings, f"{name}-journal"))
             self._context = RouterContext(
-                settings, self._config, name, self._membership, reader, Writer(settings, name)
+                settings, self._config, name, self._membership, reader, Writer(settings, name), journal
             )
         for ownership in sorted(owned - self.sessions.keys()):
             HEALTH.report(f"takes cell {ownership.cell}, and reads back the turns that are under way", ready=False)
@@ -168,6 +171,8 @@ class RouterService:
             self._context.writer.flush()
         for session in self.sessions.values():
             session.finish()
+        if self._context is not None:
+            self._context.journal.flush()
 
     def _discard_sessions(self) -> None:
         """Discard all sessions, and drop the records that are not stored yet."""

@@ -10,7 +10,9 @@ Keeps true
 A row is a closed loop: `batch` clients each send the next request when the last one has ended. Each of the `osl` steps
 of a request then computes `batch / osl` prompts beside the decoding requests.
 
-Pure. Example: 58 rows of Qwen3-32B on H100 cards, vLLM 0.12 -> 1.7 ms a step, 0.056 ms for each request of a step.
+The time to the first token is not fitted: it depends on how a client's requests meet in the queue.
+
+Pure. Example: 58 rows of Qwen3-32B on H100 cards, vLLM 0.12 -> 1.3 ms a step, 0.057 ms for each request of a step.
 """
 
 import csv
@@ -38,7 +40,6 @@ COLUMNS = {
     "osl": ("osl",),
     "batch": ("batch", "batch_size"),
     "tp": ("tp", "tp_size"),
-    "ttft_ms": ("ttft_ms", "silicon_ttft_ms"),
     "tpot_ms": ("tpot_ms", "silicon_tpot_ms"),
 }
 """Names that a column may have; the second is that of aiconfigurator's `silicon_sample.csv`."""
@@ -48,7 +49,7 @@ Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Row(msgspec.Struct, frozen=True, order=True):
-    """Mean latencies of a server in a closed loop."""
+    """Mean time per output token of a server in a closed loop."""
 
     tp: Count
     """Tensor parallel size."""
@@ -58,20 +59,19 @@ class Row(msgspec.Struct, frozen=True, order=True):
     """Answer tokens of each request."""
     batch: Count
     """Requests at a time."""
-    ttft_ms: Milliseconds
     tpot_ms: Milliseconds
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What is fitted."""
+    """The fitted figures."""
 
     step_seconds: float
     sequence_seconds: float
     memory_factor: float = 1.0
-    """Of the seconds that wait for the memory: weights and contexts."""
+    """Factor of the seconds that wait for the memory: weights and contexts."""
     compute_factor: float = 1.0
-    """Of the seconds that grow with the computed tokens."""
+    """Factor of the seconds that grow with the computed tokens."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Calibration:
     fit: Fit
     """Fitted on all rows."""
     held_out: Errors
-    """Of every third row, predicted by a fit to the others."""
+    """Errors of every third row, predicted by a fit to the others."""
     without_size: dict[int, Errors]
-    """Of all rows of a tensor parallel size, predicted by a fit to the other sizes."""
+    """Errors of all rows of a tensor parallel size, predicted by a fit to the other sizes."""
     before: Errors
-    """Of all rows, predicted by the profiles as they were."""
+    """Errors of all rows, predicted by the profiles as they were."""
     queued: int
     """Rows that were left out, since their requests do not fit into the KV cache."""
     other_sizes: int
@@ -186,7 +186,9 @@ def calibrate(profiles: Sequence[Profile], rows: Iterable[Row], *, factors: bool
     least = HELD_OUT * (4 if factors else 2)
     if len(fitting) < least:
         raise UsageError(f"{len(fitting)} rows can be fitted, and at least {least} are needed: measure more points")
-    parts = {row: _parts(by_size[row.tp], row) for row in fitting}
+    splits = {size: _Split(profile) for size, profile in by_size.items()}
+    models = {size: CostModel.of(profile) for size, profile in by_size.items()}
+    parts = {row: splits[row.tp].parts(row) for row in fitting}
 
     def errors(seen: Sequence[Row], asked: Sequence[Row]) -> Errors:
         fitted = _solve(seen, parts, factors=factors)
@@ -202,7 +204,7 @@ def calibrate(profiles: Sequence[Profile], rows: Iterable[Row], *, factors: bool
             for size in sizes
             if len(sizes) > 1
         },
-        before=_errors(fitting, [tpot_seconds(CostModel.of(by_size[row.tp]), row) for row in fitting]),
+        before=_errors(fitting, [tpot_seconds(models[row.tp], row) for row in fitting]),
         queued=len(sized) - len(fitting),
         other_sizes=len(known) - len(sized),
     )
@@ -221,12 +223,17 @@ class _Parts:
         return self.fixed + self.memory * fit.memory_factor + self.compute * fit.compute_factor + host
 
 
-def _parts(profile: Profile, row: Row) -> _Parts:
-    def seconds(fit: Fit) -> float:
-        return tpot_seconds(CostModel.of(apply(profile, fit)), row)
+class _Split:
+    """A profile without a host, and split by what its seconds scale with."""
 
-    fixed = seconds(Fit(0.0, 0.0, 0.0, 0.0))
-    return _Parts(fixed, seconds(Fit(0.0, 0.0, 1.0, 0.0)) - fixed, seconds(Fit(0.0, 0.0, 0.0, 1.0)) - fixed)
+    def __init__(self, profile: Profile) -> None:
+        factors = (0.0, 0.0), (1.0, 0.0), (0.0, 1.0)
+        self._models = [CostModel.of(apply(profile, Fit(0.0, 0.0, *each))) for each in factors]
+
+    def parts(self, row: Row) -> _Parts:
+        """Return the parts of a row's seconds per output token."""
+        fixed, with_memory, with_compute = (tpot_seconds(model, row) for model in self._models)
+        return _Parts(fixed, with_memory - fixed, with_compute - fixed)
 
 
 def _solve(rows: Sequence[Row], parts: Mapping[Row, _Parts], *, factors: bool) -> Fit:

@@ -52,7 +52,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Shape(Section, frozen=True):
-    """What follows from the shape of the model."""
+    """Figures that follow from the shape of the model."""
 
     layers: Count
     kv_bytes_per_token: Count
@@ -121,9 +121,9 @@ class Links(Section, frozen=True):
     """Bandwidth of one engine."""
 
     network_bytes_per_second: Positive
-    """For new weights."""
+    """Bandwidth for new weights."""
     nvlink_bytes_per_second: NotNegative
-    """For each card, both directions together; 0 without NVLink."""
+    """Bandwidth of each card, both directions together; 0 without NVLink."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

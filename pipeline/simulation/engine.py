@@ -2,15 +2,18 @@
 
 Keeps true
 - Each decoding request gets one token in every step. Prompts are computed in order of arrival, cut into chunks, in the
-  same steps; a step computes at most `step_tokens` tokens, as vLLM's scheduler plans it.
+  same steps: they get what the decoding requests leave of `step_tokens`, as vLLM's scheduler plans it.
 - A step takes the seconds of its cost model. Between two events the engine plans all equal steps at once: the time of
   `n` steps is a sum in closed form, so the time to simulate does not depend on the number of tokens.
 - Requests and cached prefixes never hold more than `kv_tokens`. If the running requests outgrow it, the youngest is
   preempted: it waits at the front, and is computed again from what the cache still holds (as in vLLM).
+- A request reuses only what was cached since the last `drop_cache`, and leaves nothing behind for later requests if it
+  began before.
 - `pause` stops the engine in mid-step, and the step goes on after `resume`.
 - Every request leaves once: in `advance` when it has ended, or by `abort`.
+- The device seconds of all requests are the busy seconds, less what an aborted request had of the step under way.
 
-Pure: `now` is an argument. Units: seconds, tokens.
+Pure: `now` is an argument, and `advance(now)` comes before any other change at `now`. Units: seconds, tokens.
 """
 
 import heapq
@@ -49,9 +52,12 @@ class Running:
     """A request in the engine's steps."""
 
     request: EngineRequest
+    segments: tuple[Segment, ...]
+    """The context, with the names of the segments in the cache."""
     context_tokens: int
     """Tokens to compute before the next token is sampled: the context, and what was sampled before a preemption."""
     cached_tokens: int
+    """Context tokens that were cached when it was scheduled first."""
     scheduled_at: float
     computed: int
     """Computed tokens of the context, with those of the present step."""
@@ -62,7 +68,6 @@ class Running:
     """Tokens of the context that the present step computes."""
     began_step: int = 0
     """Number of the step that sampled its first token here."""
-    ends_step: int = 0
     first_token_at: float = 0.0
     device_seconds: float = 0.0
     decode_share: float = 0.0
@@ -70,27 +75,20 @@ class Running:
 
 
 class EngineResult(NamedTuple):
-    """A request that has left the engine."""
-
-    request: EngineRequest
-    sampled_tokens: int
-    cached_tokens: int
-    scheduled_at: float
-    """Start of its first step; 0 if it did not run."""
-    first_token_at: float
-    """End of the step with its first token; 0 without a token."""
-    finished_at: float
-    device_seconds: float
-    """Its share of the steps that it was in."""
-
-
-class Waiting(NamedTuple):
-    """A request without a slot."""
+    """A request that is in no step: it waits, or has left the engine."""
 
     request: EngineRequest
     sampled_tokens: int = 0
-    """Tokens that it had sampled before it was preempted."""
+    cached_tokens: int = 0
+    """Context tokens that were cached when it was scheduled first."""
+    scheduled_at: float = 0.0
+    """Start of its first step; 0 if it did not run."""
     first_token_at: float = 0.0
+    """End of the step with its first token; 0 without a token."""
+    finished_at: float = 0.0
+    """When it left, or was preempted."""
+    device_seconds: float = 0.0
+    """Its share of the steps that it was in."""
 
 
 class Plan(NamedTuple):
@@ -113,6 +111,8 @@ class Plan(NamedTuple):
     def whole_steps(self, seconds: float) -> int:
         """Return how many steps have ended `seconds` after the beginning."""
         first, growth = self.first_seconds, self.growth_seconds
+        if not self.steps:
+            return 0
         if growth <= 0.0:
             steps = int((seconds + ROUNDING) / first)
         else:
@@ -120,6 +120,8 @@ class Plan(NamedTuple):
             steps = int(math.sqrt(half * half + 2.0 * (seconds + ROUNDING) / growth) - half)
         while steps > 0 and self.seconds(steps) > seconds + ROUNDING:
             steps -= 1
+        while steps < self.steps and self.seconds(steps + 1) <= seconds + ROUNDING:
+            steps += 1
         return min(steps, self.steps)
 
 
@@ -143,8 +145,11 @@ class Engine:
         self.max_running = max_running
         self.step_tokens = step_tokens
         self.kv_tokens = kv_tokens
+        self._most_kv_tokens = kv_tokens
+        """The KV memory before `limit_kv`."""
         self.cache = PrefixCache(cost.block_tokens)
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: deque[EngineResult] = deque()
+        """Requests without a slot, with what they had before they were preempted."""
         self.busy_seconds = 0.0
         self.preempted = 0
         self.token_gaps = LatencyHistogram()
@@ -170,6 +175,8 @@ class Engine:
         self._resumed_at = 0.0
         self._stepped_at = 0.0
         """End of the newest step."""
+        self._salt = 0
+        """Part of the names in the cache: how often the cache was dropped."""
 
     @property
     def running(self) -> int:
@@ -223,11 +230,11 @@ class Engine:
         return max((*self._prefilling, *self._decoding.values()), key=lambda each: each.ticket).request.name
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Add a request. The next step may include it. Raises ValueError if it can never run."""
+        """Add a request. The next step may include it. Raises ValueError if even the whole KV memory is too small."""
         need = request.context_tokens + request.new_tokens
-        if need > self.kv_tokens:
-            raise ValueError(f"{request.name} needs {need} KV tokens, and there are {self.kv_tokens}")
-        self.waiting.append(Waiting(request))
+        if need > self._most_kv_tokens:
+            raise ValueError(f"{request.name} needs {need} KV tokens, and there are {self._most_kv_tokens}")
+        self.waiting.append(EngineResult(request))
         self._plan_again(now)
 
     def advance(self, now: float) -> list[EngineResult]:
@@ -251,7 +258,7 @@ class Engine:
         for place, each in enumerate(self.waiting):
             if each.request.name == name:
                 del self.waiting[place]
-                return EngineResult(each.request, each.sampled_tokens, 0, 0.0, each.first_token_at, now, 0.0)
+                return each._replace(finished_at=now)
         self._plan_again(now)
         running = self._decoding.get(name)
         if running is not None:
@@ -322,6 +329,13 @@ class Engine:
     def drop_cache(self) -> None:
         """Forget cached prefixes: another policy version computes other KV."""
         self.cache.clear()
+        self._salt += 1
+
+    def count_steps(self, now: float) -> None:
+        """Count the planned steps that have ended, for `busy_seconds` and `token_gaps`."""
+        if self._plan.steps:
+            at = now if self._paused_at is None else self._paused_at
+            self._count_steps(min(self._plan.whole_steps(max(0.0, at - self._plan.began)), self._plan.steps - 1))
 
     def _plan_again(self, now: float) -> None:
         """Plan again at the end of the step under way, or now if none is under way."""
@@ -330,10 +344,9 @@ class Engine:
             if self._paused_at is None:
                 self._begin(now)
             return
-        at = now if self._paused_at is None else self._paused_at
-        done = min(plan.whole_steps(max(0.0, at - plan.began)), plan.steps - 1)
-        self._count_steps(done)
+        self.count_steps(now)
         self._plan = self._plan._replace(steps=1)
+        self._evict_for_step()
 
     def _count_steps(self, steps: int) -> None:
         """Count the first `steps` planned steps as done."""
@@ -345,6 +358,7 @@ class Engine:
         self.busy_seconds += seconds
         self._steps += steps
         self._held += plan.decoding * steps
+        self.cache.shrink(max(0, self.kv_tokens - self._held))
         self._decode_context += plan.decoding * steps
         self._decode_share += share
         for running in self._prefilling:
@@ -372,15 +386,15 @@ class Engine:
             running.first_token_at = running.first_token_at or at
             running.began_step = self._steps
             running.decode_share = self._decode_share
-            running.ends_step = self._steps + running.request.new_tokens - running.sampled_before - 1
             self._held += 1
             self._decode_context += running.context_tokens + 1
             self._decoding[running.request.name] = running
-            heapq.heappush(self._ends, (running.ends_step, running.ticket, running))
+            ends = self._steps + running.request.new_tokens - running.sampled_before - 1
+            heapq.heappush(self._ends, (ends, running.ticket, running))
 
     def _begin(self, at: float) -> None:
         """Plan the next steps: decoding requests, then prompts under way, then new prompts."""
-        while self._decoding and self.running > 1 and self.held_tokens + len(self._decoding) > self.kv_tokens:
+        while self.running > 1 and self.held_tokens + self._growth() > self.kv_tokens:
             self._preempt(at)
         decoding = len(self._decoding)
         chunks: list[tuple[int, int]] = []
@@ -392,7 +406,7 @@ class Engine:
             if admitted is None:
                 break
             left = self._compute(admitted, left, chunks)
-        self.cache.shrink(max(0, self.kv_tokens - self._held))
+        self._evict_for_step()
         if not decoding and not chunks:
             self._plan = NO_PLAN
             return
@@ -409,6 +423,21 @@ class Engine:
         tokens = decoding + sum(chunk for chunk, _ in chunks)
         self._plan = Plan(at + delay, steps, first, growth, decoding, tokens)
 
+    def _evict_for_step(self) -> None:
+        """Evict what the tokens that this step samples need."""
+        sampled = len(self._decoding) + sum(each.computed == each.context_tokens for each in self._prefilling)
+        self.cache.shrink(max(0, self.kv_tokens - self._held - sampled))
+
+    def _growth(self) -> int:
+        """Return the KV tokens by which the running requests grow in the next step."""
+        left, grown = self.step_tokens - len(self._decoding), len(self._decoding)
+        for running in self._prefilling:
+            missing = running.context_tokens - running.computed
+            chunk = min(max(0, left), missing)
+            left -= chunk
+            grown += chunk + (chunk == missing)
+        return grown
+
     def _next_end(self) -> int:
         while True:
             step, _, running = self._ends[0]
@@ -417,22 +446,28 @@ class Engine:
             heapq.heappop(self._ends)
 
     def _admit(self, at: float) -> Running | None:
-        """Give the first waiting request a slot; None if its context does not fit."""
-        request, sampled, first_token_at = self.waiting[0]
-        *shared, own = request.segments
+        """Give the first waiting request a slot; None if its context does not fit beside the next tokens of others."""
+        waiting = self.waiting[0]
+        request, sampled = waiting.request, waiting.sampled_tokens
+        segments = tuple(Segment(f"{self._salt}/{name}", tokens) for name, tokens in request.segments)
+        *shared, own = segments
         context = request.context_tokens + sampled
         in_use = sum(self.cache.tokens_in_use(segment.name) for segment in shared)
-        if self.held_tokens + context + 1 - in_use > self.kv_tokens:
+        if self.held_tokens + len(self._decoding) + context + 1 - in_use > self.kv_tokens:
             return None
         self.waiting.popleft()
-        cached = min(self.cache.lookup((*shared, Segment(own.name, own.tokens + sampled))), context - 1)
+        block = self.cost.block_tokens
+        found = self.cache.lookup((*shared, Segment(own.name, own.tokens + sampled)))
+        cached = min(found, (context - 1) // block * block)
         for segment in shared:
             self.cache.use(segment.name)
         self.cache.take(own.name)
         self._held += max(0, cached - (context - own.tokens - sampled))
         self._tickets += 1
-        running = Running(request, context, cached, at, cached, self._tickets, sampled)
-        running.first_token_at = first_token_at
+        running = Running(request, segments, context, cached, at, cached, self._tickets, sampled)
+        if waiting.device_seconds:
+            running.cached_tokens, running.scheduled_at = waiting.cached_tokens, waiting.scheduled_at
+            running.first_token_at, running.device_seconds = waiting.first_token_at, waiting.device_seconds
         self._prefilling.append(running)
         return running
 
@@ -444,7 +479,7 @@ class Engine:
         chunks.append((chunk, running.computed))
         before, running.computed = running.computed, running.computed + chunk
         begins = 0
-        for segment in running.request.segments[:-1]:
+        for segment in running.segments[:-1]:
             if running.computed > begins and before < begins + segment.tokens:
                 self.cache.extend(segment.name, min(segment.tokens, running.computed - begins))
             begins += segment.tokens
@@ -460,7 +495,7 @@ class Engine:
         else:
             result = self._leave(running, at)
         self.preempted += 1
-        self.waiting.appendleft(Waiting(running.request, result.sampled_tokens, result.first_token_at))
+        self.waiting.appendleft(result)
 
     def _leave(self, running: Running, at: float) -> EngineResult:
         """Take a decoding request out."""
@@ -472,16 +507,17 @@ class Engine:
 
     def _result(self, running: Running, at: float, sampled: int = 0) -> EngineResult:
         """Return a request that is in no step any more; its context stays in the cache."""
-        request = running.request
-        shared = sum(segment.tokens for segment in request.segments[:-1])
-        own = max(0, running.computed - shared) + sampled
-        self._held -= own
-        for segment in request.segments[:-1]:
+        *shared, last = running.segments
+        before = sum(segment.tokens for segment in shared)
+        self._held -= max(0, running.computed - before) + sampled
+        block = self.cost.block_tokens
+        computed = running.computed + max(0, sampled - 1)  # the last sampled token was no input yet
+        self.cache.put(last.name, max(0, computed // block * block - before))
+        for segment in reversed(shared):  # the end of a context is evicted before its beginning
             self.cache.release(segment.name)
-        self.cache.put(request.segments[-1].name, max(0, own - 1))
         self.cache.shrink(max(0, self.kv_tokens - self._held))
         return EngineResult(
-            request,
+            running.request,
             running.sampled_before + sampled,
             running.cached_tokens,
             running.scheduled_at,

@@ -32,6 +32,7 @@ from rose.workers.executor.ipc.messages import (
     Suspend,
     WorkKind,
 )
+from rose.workers.executor.step_cost import ComputeShare
 from rose.workers.lender.admission import Admission, Promise, ServingState
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
 
@@ -118,6 +119,10 @@ class LendingServer(Executor):
         )
         self._shares: KvShares | None = None
         self._serving_looked_at = 0.0
+        self._share = ComputeShare()
+        self._shared_at = self._shared_seconds = 0.0
+        """Time and busy seconds at the newest observation of `_share`."""
+        self._had_turns = False
         self._computed_at = 0.0
         """When the guest was last allowed to compute."""
         self.engine.pause(0.0)
@@ -168,6 +173,15 @@ class LendingServer(Executor):
     def _permission(self) -> Permission:
         return self._lease.permission(self._now.now)
 
+    def _beat(self) -> None:
+        now, has_turns = self._events.now, bool(self._held)
+        self.engine.count_steps(now)
+        seconds = self.engine.busy_seconds
+        computed = seconds - self._shared_seconds
+        self._share.observe(computed, now - self._shared_at, has_turns=has_turns and self._had_turns)
+        self._shared_at, self._shared_seconds, self._had_turns = now, seconds, has_turns
+        super()._beat()
+
     def _update_gate(self) -> None:
         busy = bool(self.serving.engine.requests)
         before = self.gate.reason
@@ -208,6 +222,11 @@ class LendingServer(Executor):
         self.engine.drop_cache()
         self.engine.limit_kv(0, self._events.now)
         self._share_memory()
+
+    def restart(self, version: int) -> None:
+        """Come back with a parked guest, as a new incarnation."""
+        self._park_guest()
+        super().restart(self.version)
 
     def publish(self, version: int, transfer_seconds: float, swap_seconds: float) -> None:
         """Take a policy version, unless the guest is parked: a guest takes the newest version when it wakes."""
@@ -349,10 +368,12 @@ class LendingServer(Executor):
         return self._permission().kv_bytes or 1 << 62
 
     def _status(self) -> EngineStatus:
-        engine, shares = self.serving.engine, self._shares
+        engine, shares, status = self.serving.engine, self._shares, super()._status()
         blocked = bool(engine.requests) and not self._parked
         return msgspec.structs.replace(
-            super()._status(),
+            status,
+            prefill_tokens_per_second=self._share.value * status.prefill_tokens_per_second,
+            decode_tokens_per_second=self._share.value * status.decode_tokens_per_second,
             blocked_seconds=self._events.now - self._computed_at if blocked else 0.0,
             suspended_reason=self._parked,
             serving=ServingStats(engine.running, len(engine.waiting), None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {}),

@@ -14,7 +14,7 @@ import msgspec
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat
 from rose.schemas.record import Record
-from rose.schemas.turns import Part, PlacementCost, TurnDispatch, TurnOutcome, TurnResult
+from rose.schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnOutcome, TurnResult
 
 NO_COST = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
 
@@ -25,8 +25,16 @@ class KnownExecutor:
 
     heartbeat: SlackHeartbeat
     heard_at: float
-    turns: int = 0
+    silent: bool = False
+    """Whether its heartbeats stopped: its turns are dispatched again."""
+    held: dict[TurnKey, int] = field(default_factory=dict)
+    """Most KV tokens of each turn that it was sent and has not answered."""
     tokens: int = 0
+    """Sum of `held`."""
+
+    def release(self, key: TurnKey) -> None:
+        """Forget a turn that it has answered."""
+        self.tokens -= self.held.pop(key, 0)
 
 
 @dataclass(slots=True)
@@ -59,6 +67,7 @@ class PolicyRouter:
     def on_event(self, event: Record | ReceivedRequest, now: float) -> list[TurnDispatch | TurnResult]:
         """Handle a request, result or heartbeat."""
         if isinstance(event, ReceivedRequest):
+            self._close(event.request.trajectory_id)  # the answer to its last turn may be under way
             self.turns[event.request.trajectory_id] = OpenTurn(event)
             self.waiting.append(event.request.trajectory_id)
         elif isinstance(event, SlackHeartbeat):
@@ -69,38 +78,43 @@ class PolicyRouter:
 
     def tick(self, now: float) -> list[TurnDispatch | TurnResult]:
         """Take back the turns of silent executors."""
-        for name, executor in list(self.executors.items()):
-            if now - executor.heard_at >= executor.heartbeat.ttl_seconds:
-                self._forget(name)
+        for name, executor in self.executors.items():
+            if not executor.silent and now - executor.heard_at >= executor.heartbeat.ttl_seconds:
+                executor.silent = True
+                self._take_back(name)
         return self._dispatch(now)
 
     def _on_heartbeat(self, heartbeat: SlackHeartbeat, now: float) -> None:
         known = self.executors.get(heartbeat.worker)
-        if known is not None and known.heartbeat.incarnation != heartbeat.incarnation:
-            self._forget(heartbeat.worker)
-            known = None
-        if heartbeat.state is ExecutorState.STOPPING:
-            self._forget(heartbeat.worker)
-        elif known is None:
-            self.executors[heartbeat.worker] = KnownExecutor(heartbeat, now)
+        if known is not None and known.heartbeat.incarnation == heartbeat.incarnation:
+            known.heartbeat, known.heard_at, known.silent = heartbeat, now, False
         else:
-            known.heartbeat, known.heard_at = heartbeat, now
+            self.executors[heartbeat.worker] = KnownExecutor(heartbeat, now)
+            self._take_back(heartbeat.worker)
+        if heartbeat.state is ExecutorState.STOPPING:
+            self._take_back(heartbeat.worker)
 
     def _on_result(self, result: TurnResult) -> None:
+        executor = self.executors.get(result.worker or "")
+        if executor is not None:
+            executor.release(result.key)
         turn = self.turns.get(result.trajectory_id)
-        if turn is None or turn.received.request.turn != result.turn or turn.attempt != result.attempt:
+        if turn is None or turn.received.request.turn != result.turn:
             return
-        self._leave(turn)
         if result.outcome in (TurnOutcome.COMPLETED, TurnOutcome.FAILED):
-            del self.turns[result.trajectory_id]
-            return
-        if result.outcome is TurnOutcome.PREEMPTED:
-            turn.partial = result.part
-        self._again(result.trajectory_id, turn)
+            self._close(result.trajectory_id)
+        elif turn.attempt == result.attempt:
+            if result.outcome is TurnOutcome.PREEMPTED:
+                turn.partial = result.part
+            self._again(result.trajectory_id, turn)
 
-    def _forget(self, name: str) -> None:
-        if self.executors.pop(name, None) is None:
-            return
+    def _close(self, trajectory: str) -> None:
+        """Forget a turn that is answered, by whichever of its attempts."""
+        turn = self.turns.pop(trajectory, None)
+        if turn is not None and not turn.worker:
+            self.waiting.remove(trajectory)
+
+    def _take_back(self, name: str) -> None:
         for trajectory, turn in self.turns.items():
             if turn.worker == name:
                 self._again(trajectory, turn)
@@ -108,12 +122,6 @@ class PolicyRouter:
     def _again(self, trajectory: str, turn: OpenTurn) -> None:
         turn.worker, turn.attempt = "", turn.attempt + 1
         self.waiting.appendleft(trajectory)
-
-    def _leave(self, turn: OpenTurn) -> None:
-        executor = self.executors.get(turn.worker)
-        if executor is not None:
-            executor.turns -= 1
-            executor.tokens -= turn.need
 
     def _dispatch(self, now: float) -> list[TurnDispatch | TurnResult]:
         decisions: list[TurnDispatch | TurnResult] = []
@@ -143,12 +151,12 @@ class PolicyRouter:
         return min(names, key=self._load)
 
     def _load(self, name: str) -> int:
-        return self.executors[name].turns
+        return len(self.executors[name].held)
 
     def _send(self, turn: OpenTurn, name: str, now: float) -> TurnDispatch:
         executor, request = self.executors[name], turn.received.request
         turn.worker = name
-        executor.turns += 1
+        executor.held[TurnKey(request.trajectory_id, request.turn, turn.attempt)] = turn.need
         executor.tokens += turn.need
         return TurnDispatch(
             request_wire=msgspec.Raw(turn.received.request_bytes),
@@ -170,6 +178,7 @@ def _has_room(executor: KnownExecutor, turn: OpenTurn) -> bool:
     heartbeat = executor.heartbeat
     return (
         heartbeat.state is ExecutorState.READY
-        and executor.turns < heartbeat.max_turns
+        and not executor.silent
+        and len(executor.held) < heartbeat.max_turns
         and executor.tokens + turn.need <= heartbeat.token_budget
     )

@@ -3,8 +3,8 @@
 Keeps true
 - A context is a sequence of segments. Two contexts share a segment if its name is the same. Only the last segment of
   a context belongs to one request; the segments before may be shared by several.
-- Tokens count in whole blocks. Segments that no request uses are evicted, the least recently used first, and of one
-  segment the last blocks first, as vLLM evicts blocks.
+- A context is found in whole blocks. Segments that no request uses are evicted, the least recently used first, and of
+  one segment the last blocks first, as vLLM evicts blocks.
 - A segment in use is never evicted.
 """
 
@@ -70,7 +70,8 @@ class PrefixCache:
         used[1] -= 1
         if not used[1]:
             del self._used[name]
-            self._keep(name, used[0])
+            self.tokens -= used[0]
+            self.put(name, used[0])
 
     def extend(self, name: str, tokens: int) -> None:
         """Record that at least `tokens` tokens of a segment in use are computed."""
@@ -87,32 +88,28 @@ class PrefixCache:
         return tokens
 
     def put(self, name: str, tokens: int) -> None:
-        """Keep the whole blocks of a segment whose request has left."""
-        whole = tokens // self._block * self._block
-        self.tokens += whole
-        self._keep(name, whole)
+        """Keep a segment that no request uses any more."""
+        before = self._unused.pop(name, 0)
+        kept = max(before, tokens)
+        if kept:
+            self._unused[name] = kept
+            self._unused_tokens += kept - before
+            self.tokens += kept - before
 
     def shrink(self, most_tokens: int) -> None:
         """Evict until at most `most_tokens` tokens are cached, as far as unused segments allow."""
         while self.tokens > most_tokens and self._unused:
             name, tokens = next(iter(self._unused.items()))
-            over = -(-(self.tokens - most_tokens) // self._block) * self._block
-            evicted = min(tokens, over)
-            self.tokens -= evicted
-            self._unused_tokens -= evicted
-            if evicted == tokens:
-                del self._unused[name]
+            left = max(0, tokens - (self.tokens - most_tokens)) // self._block * self._block
+            self.tokens -= tokens - left
+            self._unused_tokens -= tokens - left
+            if left:
+                self._unused[name] = left
             else:
-                self._unused[name] = tokens - evicted
+                del self._unused[name]
 
     def clear(self) -> None:
-        """Forget all segments: no later request reuses them."""
-        for used in self._used.values():
-            used[0] = 0
+        """Forget all segments that no request uses."""
         self._unused.clear()
-        self.tokens = self._unused_tokens = 0
-
-    def _keep(self, name: str, tokens: int) -> None:
-        if tokens:
-            self._unused[name] = self._unused.pop(name, 0) + tokens
-            self._unused_tokens += tokens
+        self.tokens -= self._unused_tokens
+        self._unused_tokens = 0

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import msgspec
 
+from rose.pipeline.accounting.cost import cost_of
+from rose.pipeline.accounting.prices import Prices
 from rose.pipeline.audit import Audit, InFlight
 from rose.pipeline.report.history import LenderStatus, RunHistory, Swap, TrajectoryFact, TurnFact, VersionFact
 from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
@@ -19,6 +21,7 @@ from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder
 from rose.pipeline.simulation.recorder import Swap as RecordedSwap
 from rose.pipeline.simulation.results import arm_figures, reusable_tokens
 from rose.pipeline.simulation.rollout import TurnFigures
+from rose.pipeline.simulation.usage import simulated_usage
 from rose.schemas.samples import Outcome, Sample
 from rose.schemas.turns import TurnTimes
 from rose.workers.loadgen.requests import UserRequest
@@ -41,6 +44,7 @@ def simulation_page(fleet: Fleet, recorder: Recorder, *, name: str) -> str:
         ),
         run=name,
         seed=fleet.scenario.seed,
+        cost=cost_of(simulated_usage(fleet), Prices()),
         lending=None
         if lending is None
         else summarise_lending(
@@ -135,7 +139,7 @@ def _trajectory(sample: Sample, turns: Counter[str]) -> TrajectoryFact:
         failure=sample.failure,
         turns=turns[sample.trajectory_id],
         sampled_tokens=int(sample.info["sampled"]),
-        first_version=sample.oldest_version,
+        first_version=-1,  # a simulated policy does not learn, so the page has no learning curve
         completed_at=sample.completed_at,
     )
 

@@ -11,13 +11,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.executors import Work
 from rose.pipeline.simulation.prefix_cache import Segment
-from rose.pipeline.simulation.scenario import Tasks
+from rose.pipeline.simulation.scenario import TaskKind, Tasks
 from rose.schemas.arrays import count, pack_tokens
 from rose.schemas.prompts import Sampling, trajectory_id
 from rose.schemas.sampled_tokens import VersionSpan
@@ -78,6 +78,7 @@ class Trajectory:
 
     name: str
     group: str
+    kind: TaskKind
     turns: int
     pace: float
     """Factor of its sampled tokens relative to the median."""
@@ -114,27 +115,29 @@ class Rollout:
         self._events = events
         self._request = request
         self._on_sample = on_sample
-        self._sampling = Sampling(max_tokens=tasks.max_turn_tokens)
 
     def open_group(self) -> None:
         """Open the next group: its environments are reset, and then request their first turns."""
-        number, tasks = self.opened, self._tasks
+        number = self.opened
+        kinds = self._tasks.kinds or (self._tasks,)
+        kind = kinds[number % len(kinds)]
         self.opened += 1
         group = f"g{number}"
         draw = random.Random(f"{self._seed}/{group}")
-        chance = self._chance(draw)
-        for index in range(tasks.group_size):
+        chance = _chance(kind, draw)
+        for index in range(self._tasks.group_size):
             name = trajectory_id(group, index)
             own = random.Random(f"{self._seed}/{name}")
-            turns = min(tasks.max_turns, max(1, round(_around(own, tasks.turns, tasks.turns_spread))))
-            pace = math.exp(own.gauss(0.0, tasks.trajectory_spread))
+            turns = min(kind.max_turns, max(1, round(_around(own, kind.turns, kind.turns_spread))))
+            pace = math.exp(own.gauss(0.0, kind.trajectory_spread))
             solved = own.random() < chance
-            self.live[name] = Trajectory(name, group, turns, pace, solved, tasks.prompt_tokens, draw=own)
-            self._events.after(tasks.reset_seconds, partial(self._ask, name))
+            self.live[name] = Trajectory(name, group, kind, turns, pace, solved, kind.prompt_tokens, draw=own)
+            self._events.after(kind.reset_seconds, partial(self._ask, name))
 
     def work_of(self, dispatch: TurnDispatch) -> Work:
         """Return what a dispatched turn will do."""
-        trajectory, prompt = self.live[dispatch.request.trajectory_id], self._tasks.prompt_tokens
+        trajectory = self.live[dispatch.request.trajectory_id]
+        prompt = trajectory.kind.prompt_tokens
         own = trajectory.context_tokens - prompt
         return Work(
             (Segment(f"prompt {trajectory.group}", prompt), Segment(trajectory.name, own)), trajectory.new_tokens
@@ -155,14 +158,14 @@ class Rollout:
         )
         trajectory.sampled_tokens += sampled
         trajectory.device_seconds = add_device_seconds(trajectory.device_seconds, result.device_seconds)
-        tasks, draw = self._tasks, trajectory.draw
-        seconds = _around(draw, tasks.environment_seconds, tasks.environment_spread)
+        kind, draw = trajectory.kind, trajectory.draw
+        seconds = _around(draw, kind.environment_seconds, kind.environment_spread)
         self._count(result, sampled, version, seconds)
         trajectory.context_tokens += sampled
         trajectory.turn += 1
-        observed = max(1, round(_around(draw, tasks.observation_tokens, tasks.observation_spread)))
-        room = tasks.context_tokens - trajectory.context_tokens - observed
-        if trajectory.turn == trajectory.turns or room < tasks.max_turn_tokens:
+        observed = max(1, round(_around(draw, kind.observation_tokens, kind.observation_spread)))
+        room = kind.context_tokens - trajectory.context_tokens - observed
+        if trajectory.turn == trajectory.turns or room < kind.max_turn_tokens:
             self._events.after(seconds, lambda: self._end(trajectory))
             return
         trajectory.context_tokens += observed
@@ -193,16 +196,11 @@ class Rollout:
             )
         )
 
-    def _chance(self, draw: random.Random) -> float:
-        tasks = self._tasks
-        if not 0.0 < tasks.solved < 1.0:
-            return tasks.solved
-        return draw.betavariate(tasks.solved * tasks.hardness, (1.0 - tasks.solved) * tasks.hardness)
-
     def _ask(self, name: str) -> None:
-        trajectory, tasks = self.live[name], self._tasks
-        drawn = _around(trajectory.draw, tasks.new_tokens * trajectory.pace, tasks.turn_spread)
-        trajectory.new_tokens = min(tasks.max_turn_tokens, max(1, round(drawn)))
+        trajectory = self.live[name]
+        kind = trajectory.kind
+        drawn = _around(trajectory.draw, kind.new_tokens * trajectory.pace, kind.turn_spread)
+        trajectory.new_tokens = min(kind.max_turn_tokens, max(1, round(drawn)))
         request = TurnRequest(
             trajectory_id=name,
             group_id=trajectory.group,
@@ -213,7 +211,7 @@ class Rollout:
             context_tokens=trajectory.context_tokens,
             digest=NO_DIGEST,
             chain=(0,) if trajectory.turn else (),
-            sampling=self._sampling,
+            sampling=_sampling(kind.max_turn_tokens),
             requested_at=self._events.now,
             patience_seconds=PATIENCE_SECONDS,
         )
@@ -226,7 +224,7 @@ class Rollout:
             turn=0,
             attempt=0,
             worker="",
-            sampling=self._sampling,
+            sampling=_sampling(trajectory.kind.max_turn_tokens),
             start=1,
             end=2,
             cached_tokens=0,
@@ -264,3 +262,15 @@ ENDS_TURN = (TurnOutcome.COMPLETED, TurnOutcome.FAILED)
 def _around(draw: random.Random, median: float, spread: float) -> float:
     """Draw from a log-normal distribution."""
     return median * math.exp(draw.gauss(0.0, spread))
+
+
+def _chance(kind: TaskKind, draw: random.Random) -> float:
+    """Draw a group's probability of success."""
+    if not 0.0 < kind.solved < 1.0:
+        return kind.solved
+    return draw.betavariate(kind.solved * kind.hardness, (1.0 - kind.solved) * kind.hardness)
+
+
+@cache
+def _sampling(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens)

@@ -87,12 +87,9 @@ class Users(Part, frozen=True, kw_only=True):
     spikes: tuple[Spike, ...] = ()
 
 
-class Tasks(Part, frozen=True, kw_only=True):
-    """Prompts and trajectories. Lengths are log-normal around a median, cut off at the limits."""
+class TaskKind(Part, frozen=True, kw_only=True):
+    """What the trajectories of one kind of task do. Lengths are log-normal around a median, cut off at the limits."""
 
-    groups: Positive
-    """Groups that one training step trains on."""
-    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 16
     prompt_tokens: Positive = 1000
     """Tokens of the first observation, which a group shares."""
     observation_tokens: Count = 200
@@ -117,6 +114,16 @@ class Tasks(Part, frozen=True, kw_only=True):
     """Mean probability of success of a trajectory."""
     hardness: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     """How much tasks differ: `solved` of a group is drawn from a Beta distribution with this sum of parameters."""
+
+
+class Tasks(TaskKind, frozen=True, kw_only=True):
+    """The groups of a training step, and what their trajectories do."""
+
+    groups: Positive
+    """Groups that one training step trains on."""
+    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 16
+    kinds: tuple[TaskKind, ...] = ()
+    """Kinds of tasks, which take turns from group to group. A field that a kind does not name is that of `[tasks]`."""
 
 
 class Training(Part, frozen=True, kw_only=True):
@@ -206,9 +213,10 @@ class Scenario(Part, frozen=True, kw_only=True):
             raise ValueError("`[users]` needs a `[lending]` part: the users' requests are served there")
         if not self.dedicated and (self.lending is None or self.elastic.how == "none"):
             raise ValueError("no engine ever takes a turn: give `[[dedicated]]` or `[lending]`")
-        most = self.tasks.prompt_tokens + self.tasks.max_turn_tokens
-        if most > self.tasks.context_tokens:
-            raise ValueError(f"`tasks.context_tokens` has no room for a prompt and a turn of {most} tokens")
+        for kind in self.tasks.kinds or (self.tasks,):
+            most = kind.prompt_tokens + kind.max_turn_tokens
+            if most > kind.context_tokens:
+                raise ValueError(f"`tasks.context_tokens` has no room for a prompt and a turn of {most} tokens")
 
 
 def load_scenario(path: Path) -> dict[str, Scenario]:
@@ -245,6 +253,17 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def _scenario(path: Path, arm: str, fields: Mapping[str, Any]) -> Scenario:
     try:
-        return msgspec.convert(fields, Scenario, strict=True)
+        return msgspec.convert(_with_whole_kinds(fields), Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise UsageError(f"the scenario {path}, arm {arm}: {error}") from error
+
+
+def _with_whole_kinds(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with kinds of tasks that have all fields of `[tasks]`."""
+    tasks = fields.get("tasks")
+    kinds = tasks.get("kinds") if isinstance(tasks, dict) else None
+    if not isinstance(tasks, dict) or not isinstance(kinds, list):
+        return dict(fields)
+    common = {name: value for name, value in tasks.items() if name in TaskKind.__struct_fields__}
+    whole = [merged(common, kind) if isinstance(kind, dict) else kind for kind in kinds]
+    return {**fields, "tasks": {**tasks, "kinds": whole}}

@@ -56,9 +56,12 @@ class Arrivals:
     def _rate(self, second: int) -> float:
         """Requests of this second, on average."""
         users, minute = self._users, second // MINUTE
-        by_minute = _factor(self._seed, f"minute {minute}", users.minute_peak)
-        if minute % (PEAK_EVERY_SECONDS // MINUTE) == 1:
+        minutes = PEAK_EVERY_SECONDS // MINUTE
+        if minute % minutes == 1:
             by_minute = users.minute_peak
+        else:  # the mean of all minutes is 1, that with the largest rate included
+            others = max(LEAST_RATE, (minutes - users.minute_peak) / (minutes - 1))
+            by_minute = others * _factor(self._seed, f"minute {minute}", users.minute_peak)
         by_second = _factor(self._seed, f"second {second}", users.second_peak / users.minute_peak)
         if minute % (PEAK_EVERY_SECONDS // MINUTE) == 1 and second % MINUTE == MINUTE // 2:
             by_second = users.second_peak / users.minute_peak

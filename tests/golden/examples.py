@@ -6,6 +6,7 @@ from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.cells import CellSummary, ExecutorLine
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import ExecutorState, Hardware, RoleBegun, SlackHeartbeat, Tenant, WorkerClass
+from rose.schemas.journal import CoreJournal, EntryKind, JournalDecision, JournalInput, RestoredRange
 from rose.schemas.progress import Applied, EnvSnapshot, Group, GroupState, SettleRequest, TrajectoryProgress
 from rose.schemas.prompts import Prompt, PromptSampling, Sampling
 from rose.schemas.record import Record
@@ -293,6 +294,18 @@ EXAMPLES: tuple[Record, ...] = (
         tensor="model.embed_tokens.weight",
         part=0,
         payload=b"\x00\x00\x80\x3f",
+    ),
+    CoreJournal(
+        core="router-0",
+        cell=3,
+        began_at=1_500_000,
+        sequence=0,
+        continued=True,
+        settings={"max_attempts": 8.0, "low_water_seconds": 5.0},
+        job="team:run",
+        restored=(RestoredRange(EntryKind.REQUEST, 5, 7, 23),),
+        inputs=(JournalInput(EntryKind.RESTORED, 0, 0, 31), JournalInput(EntryKind.HEARTBEAT, 3, 812, 240)),
+        decisions=(JournalDecision(EntryKind.DISPATCH, 3, 401),),
     ),
     RoleBegun(role="router-0", times=3, reason="the broker was away", place="node-1/0"),
 )

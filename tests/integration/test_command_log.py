@@ -190,7 +190,7 @@ def test_trajectory_is_replayed_from_its_home_only(log: Log, capsys: pytest.Capt
     log.result(first)
     log.request("g:0", turn=1, at=200.0)
     log.request("g:1", at=300.0)
-    print_replay(common(log.settings), "g:0")
+    print_replay(common(log.settings), "g:0", stepwise=False)
     output = capsys.readouterr().out
     for words in (
         "looked     at the log from",
@@ -203,7 +203,7 @@ def test_trajectory_is_replayed_from_its_home_only(log: Log, capsys: pytest.Capt
     assert "00:05:00" not in output, "the other trajectory's request"
     for unknown in ("g:2", "h:0", "g", "g:x"):
         with pytest.raises(UnknownTrajectory, match=f"no trajectory {unknown}"):
-            print_replay(common(log.settings), unknown)
+            print_replay(common(log.settings), unknown, stepwise=False)
 
 
 def test_why_shows_a_trajectory_from_prompt_to_end(log: Log, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from rose.topics.acl import (
     EXECUTOR,
     OPERATOR,
     PRODUCER,
+    REPLAY,
     ROLES,
     ROUTER,
     TRAINER,
@@ -51,6 +52,7 @@ from rose.topics.catalog import (
     DEAD_LETTERS_TRANSACTIONAL_ID,
     DISPATCHED,
     HEARTBEATS,
+    JOURNAL,
     PROMPTS,
     REQUESTED,
     ROLE_STARTS,
@@ -89,6 +91,7 @@ PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
 TO_TELL = [
     Acl(operation, Resource.TOPIC, f"less.{ROLE_STARTS.name}") for operation in (Operation.READ, Operation.WRITE)
 ]
+TO_RECORD = [Acl(operation, Resource.TOPIC, f"less.{JOURNAL.name}") for operation in (Operation.READ, Operation.WRITE)]
 LENDER = "lender"
 """A lender is an executor: its bus access is the same."""
 GROUPS_ASKED = 9
@@ -246,6 +249,7 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
         assert process.wait(60) == 0, run.log(role)
     assert f"{4 * GROUPS_ASKED} requested" in run.ask(VIEW, "audit")
     assert "outcome" in run.ask(VIEW, "replay", "g0:0")
+    assert "no difference" in run.ask(REPLAY, "replay", "--from", "2000-01-01")
     assert "g0:0" in run.ask(VIEW, "why", "g0:0")
     assert "settled by hand: nobody wants it" in run.ask(VIEW, "why", "g1:0")
     assert place in run.ask(VIEW, "dlq", "list")
@@ -343,7 +347,7 @@ def test_role_without_a_right_names_the_right(others: Users, role: Role) -> None
     settings = others.settings(role)
     connect_as(settings, role)
     for acl in acls(role, others.namespace):
-        if acl in TO_TELL:
+        if acl in (*TO_TELL, *TO_RECORD):
             continue
         others.node.forbid(others.name(role), acl)
         with pytest.raises(RoseError) as refused:

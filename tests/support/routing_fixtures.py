@@ -77,11 +77,11 @@ def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
         "max_turns": 4,
         "token_budget": 1000,
         "sent_at": 0.0,
+        "worker_class": WorkerClass.DEDICATED,
         **other,
     }
     return SlackHeartbeat(
         worker=f"w{worker}",
-        worker_class=WorkerClass.DEDICATED,
         kv_bytes_total=0,
         kv_bytes_free=0,
         kv_bytes_per_token=0,

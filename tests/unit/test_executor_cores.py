@@ -15,7 +15,7 @@ from rose.schemas.wire import decode, encode
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed, packed_hashes
 from rose.workers.executor.ipc.messages import EngineStatus, LendingStats
 from rose.workers.executor.records import ExecutorIncarnation, HeartbeatWriter
-from rose.workers.executor.step_cost import StepCost
+from rose.workers.executor.step_cost import ComputeShare, StepCost
 
 
 def dispatch(
@@ -234,3 +234,19 @@ def test_heartbeats_are_numbered_list_held_turns_and_count_each_cut_once() -> No
         heartbeats[0].refused_version,
     ) == (7, 3, 0.5, 4)
     assert heartbeats[1].paused_reason == "it stops" and decode(SlackHeartbeat, encode(heartbeats[1])) == heartbeats[1]
+
+
+def test_compute_share_is_the_mean_share_of_long_and_short_steps() -> None:
+    share = ComputeShare()
+    for _ in range(200):  # a step of 0.3 s ends in every third interval of 0.2 s: half of the time is computed
+        for computed in (0.0, 0.0, 0.3):
+            share.observe(computed, 0.2, has_turns=True)
+    assert share.value == pytest.approx(0.5, rel=0.05)
+
+
+def test_compute_share_returns_to_one_without_turns_and_stays_positive() -> None:
+    share = ComputeShare()
+    share.observe(0.0, 1000.0, has_turns=True)
+    assert 0.0 < share.value < 0.05
+    share.observe(0.0, 1000.0, has_turns=False)
+    assert share.value == pytest.approx(1.0)

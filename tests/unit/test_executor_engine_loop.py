@@ -15,6 +15,7 @@ from rose.workers.executor.ipc.messages import (
     AbortTurn,
     EngineStatus,
     MessageSender,
+    ServingStats,
     StageWeights,
     SubmitTurn,
     Suspend,
@@ -265,3 +266,20 @@ def test_hold_time_of_a_paused_step_counts_from_its_last_chance_to_resume(
     ticks = [REPORT_DECODER.decode(message) for message in reports.read()]
     held = [tick.blocked_seconds for tick in ticks if isinstance(tick, EngineStatus)]
     assert held == pytest.approx([2.0, 4.0, 0.0, 0.0] if goes_on else [2.0, 4.0, 6.0, 7.0])
+
+
+@pytest.mark.parametrize("serving", [None, ServingStats(1, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})])
+def test_rates_fall_while_a_guest_holds_turns_and_does_not_compute(
+    channel: ChannelFds, engine: ScriptedEngine, serving: ServingStats | None
+) -> None:
+    played: Any = engine
+    reports = MessageSender(RingBuffer(channel.reports))
+    loop = EngineLoop(
+        played, channel, reports, StepCost(**INITIAL_COST), status_seconds=0.0, serving_stats=lambda: serving
+    )
+    engine.turns = ["held"]
+    for _ in range(3):
+        loop.report_status()
+    statuses = [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
+    first, *_, last = (each.decode_tokens_per_second for each in statuses if isinstance(each, EngineStatus))
+    assert (last < first) is (serving is not None)

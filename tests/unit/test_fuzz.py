@@ -9,6 +9,9 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from rose.pipeline.accounting.cost import cost_of
+from rose.pipeline.accounting.prices import Prices
+from rose.pipeline.accounting.usage import UsageLedger
 from rose.pipeline.audit import Ledger
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
@@ -230,7 +233,8 @@ class FuzzedCores:
     def tell(self) -> None:
         """Feed everything to the commands that read a log."""
         self.view.present_executors(self.now)
-        history = fold_history(self.history)
+        usage = UsageLedger()
+        history = fold_history(usage.watch(self.history))
         rows, promised = seconds_of_lending(history, [], now=self.now), LatencyBudgets(ttft=1.0, tpot=1.0)
         summary = summarise(
             history,
@@ -238,6 +242,7 @@ class FuzzedCores:
             RunMetadata(started_at=0.0, seconds=self.now, broker="none", success=Success(), machine=describe_machine()),
             run="strangers",
             seed=0,
+            cost=cost_of(usage.usage(None), Prices()),
             lending=summarise_lending(history, [], rows, promised),
         )
         report_html(summary, history, configuration="", rows=rows)

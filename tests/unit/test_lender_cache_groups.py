@@ -151,7 +151,7 @@ class StepDriver:
             running=self.running,
             waiting=self.waiting,
             kv_holding_waiting=(),
-            max_num_running_reqs=64,
+            max_num_active_reqs=64,
             num_spec_tokens=0,
             _spec_decode_step_blocks=0,
             kv_cache_manager=self.manager,

@@ -131,7 +131,5 @@ def test_build_that_fails_at_its_end_leaves_no_model_in_memory(fails_at: str, mo
     place: Any = NoRoom(fails_at)
     monkeypatch.setattr(guest_build, "GuestBackend", lambda *_: place)
     with pytest.raises(MemoryError, match=fails_at):
-        guest_build.build_guest(
-            LendConfig(model_folder=str(MODEL), socket=""), None, None, CPU, logging.getLogger("guest")
-        )
+        guest_build.build_guest(LendConfig(model_folder=str(MODEL), socket=""), None, None, CPU, LOG)
     assert not place.holds

@@ -35,7 +35,7 @@ def serving() -> Any:
     pool = BlockPool(8, enable_caching=True, hash_block_size=1)
     scheduler = SimpleNamespace(
         max_num_scheduled_tokens=64,
-        max_num_running_reqs=4,
+        max_num_active_reqs=4,
         running=[],
         waiting=[],
         kv_holding_waiting=[],
@@ -348,14 +348,24 @@ def test_tokens_of_batches_in_flight_have_room_in_the_next_step(core: Any) -> No
     assert ServingMemory(core).wanted_blocks == 1
 
 
-def test_every_waiting_request_has_room_in_the_next_step_whatever_seats_are_free(core: Any) -> None:
+def test_every_waiting_request_has_room_in_the_next_step_if_a_seat_is_free(core: Any) -> None:
     """vLLM skips a request that cannot start, and admits the next."""
     scheduler, memory = core.scheduler, ServingMemory(core)
-    scheduler.max_num_running_reqs = 1
+    scheduler.max_num_active_reqs = 1
     scheduler.waiting.append(request("its adapter is not loaded"))
     assert memory.wanted_blocks == 4 < memory.pool.blocks
     scheduler.waiting.extend(request(f"can start {number}") for number in range(100))
     assert memory.wanted_blocks == memory.pool.blocks, "no more than a step can get"
+
+
+def test_queue_takes_no_block_from_the_guest_while_all_seats_are_taken(core: Any) -> None:
+    """A cut would abort the guest's turns for requests that the step does not look at."""
+    decoding = request("decoding")
+    decoding.num_computed_tokens = 3
+    core.scheduler.max_num_active_reqs = 1
+    core.scheduler.running.append(decoding)
+    core.scheduler.waiting.extend(request(f"queued {number}") for number in range(100))
+    assert ServingMemory(core).wanted_blocks == 1
 
 
 def test_unexpected_serving_state_within_a_step_ends_only_lending(core: Any, turns: StepInterleaver) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from rose.pipeline.accounting.cost import Answer, Attempt, CostReport, HeldDevices, TrainerStep, Usage, cost_of
+from rose.pipeline.accounting.prices import DeviceClass, Prices
 from rose.pipeline.audit import Ledger
-from rose.pipeline.report import charts
+from rose.pipeline.report import charts, cost_charts
 from rose.pipeline.report.history import RunHistory, fold_history
 from rose.pipeline.report.summary import RunMetadata, Success, Summary, describe_machine, summarise
-from rose.pipeline.report.write import report_html
+from rose.pipeline.report.write import cost_sentence, report_html, uncounted_sentence
 from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
@@ -131,7 +133,22 @@ RECORDS: list[Record] = [
 ]
 
 
-def summary_of(history: RunHistory) -> Summary:
+USAGE = Usage(
+    attempts=[
+        Attempt("g:0", DeviceClass.DEDICATED, "cpu", 2.0, True, START + 1),
+        Attempt("g:1", DeviceClass.BORROWED, "cpu", 1.0, False, START + 1),
+    ],
+    answers={
+        "g:0": Answer(Outcome.TRAINED, True, 1, START + 2),
+        "g:1": Answer(Outcome.TRAINED, False, 2, START + 4),
+    },
+    held=[HeldDevices("cpu", 1, START, START + 4)],
+    trainer=[TrainerStep(START + 2, 1.0, 1.0, 1), TrainerStep(START + 4, 1.0, 1.0, 1)],
+)
+PRICES = Prices(currency="USD", dedicated=3600.0, borrowed=1800.0, trainer=7200.0)
+
+
+def summary_of(history: RunHistory, cost: CostReport | None = None) -> Summary:
     ledger = Ledger()
     ledger.on_prompt("g", 2, place=(0, 0), at_home=True)
     for record in (FIRST, SECOND):
@@ -150,6 +167,7 @@ def summary_of(history: RunHistory) -> Summary:
         ),
         run="test",
         seed=3,
+        cost=cost or cost_of(USAGE, PRICES),
     )
 
 
@@ -228,7 +246,8 @@ def test_charts_of_many_workers_show_some_and_sum_the_others() -> None:
 
 def test_run_without_turns_has_a_report() -> None:
     history = fold_history([])
-    page = report_html(summary_of(history), history, configuration="")
+    unused = cost_of(Usage([], {}, [], None), Prices())
+    page = report_html(summary_of(history, unused), history, configuration="")
     assert "Plotly.newPlot" not in page.split("</script>", 1)[1]
 
 
@@ -238,3 +257,49 @@ def test_success_is_omitted_if_no_environment_reports_it() -> None:
     assert charts.learning_curve(history, Success()) is None
     turns = charts.trajectory_turns(history)
     assert turns is not None and [(bar.name, sum(bar.y)) for bar in turns.data] == [("not judged", 2)]
+
+
+def test_cost_of_each_fate_and_of_each_correct_answer_is_drawn() -> None:
+    cost = cost_of(USAGE, PRICES)
+    fates = cost_charts.cost_by_fate(cost)
+    assert fates is not None
+    drawn = {(bar.name, fate): x for bar in fates.data for fate, x in zip(bar.y, bar.x, strict=True) if x}
+    assert drawn == pytest.approx(
+        {
+            ("dedicated", "trained, correct"): 2.0,
+            ("dedicated", "idle"): 2.0,
+            ("borrowed", "lost attempts"): 0.5,
+            ("trainer", "trainer trains"): 4.0,
+            ("trainer", "trainer waits"): 4.0,
+        }
+    )
+    steps = cost_charts.cost_per_correct(cost)
+    assert steps is not None
+    # The second step has no correct answer, so it has no cost for each of them.
+    assert [list(line.y) for line in steps.data] == [[6.5, None], [6.5, 12.5]]
+
+
+def test_page_and_terminal_say_what_a_correct_answer_costs() -> None:
+    history = fold_history(RECORDS)
+    cost = cost_of(USAGE, PRICES)
+    sentence = "12.5 USD for 0.0025 device hours. Correct answers: 1, at 12.5 USD each."
+    assert cost_sentence(cost) == sentence
+    page = report_html(summary_of(history, cost), history, configuration="")
+    assert sentence in page
+    assert 'id="cost_steps"' in page and 'id="cost_fates"' in page
+    assert "<td>dedicated, cpu</td><td>0.001111 device hours, 4 USD</td>" in page
+    assert uncounted_sentence(cost) == ""
+    unpriced = cost_of(USAGE, Prices())
+    assert cost_sentence(unpriced) == "0.0025 device hours. Correct answers: 1, at 9 device seconds each."
+
+
+def test_page_says_what_the_cost_does_not_know() -> None:
+    history = fold_history(RECORDS)
+    answers = {"g:0": Answer(Outcome.TRAINED, None, 1, START + 2)}
+    cost = cost_of(USAGE._replace(answers=answers, trainer=None, unknown_attempts=3, assumed_devices=2), PRICES)
+    assert cost_sentence(cost) == "4.5 USD for 0.001389 device hours. No correct answer is known."
+    sentence = uncounted_sentence(cost)
+    for part in ("the time of 3 attempts", "1 of the answers", "each of 2 executors", "the time of the trainer"):
+        assert part in sentence
+    assert sentence in report_html(summary_of(history, cost), history, configuration="").replace("&#39;", "'")
+    assert cost_charts.cost_per_correct(cost) is None

@@ -16,6 +16,7 @@ from rose.workers.weights import codec
 from rose.workers.weights.codec import (
     BYTES_AN_ELEMENT,
     FORMATS,
+    SAMPLING,
     CodecError,
     collect,
     decode,
@@ -173,6 +174,17 @@ def test_long_unchanged_range_is_exact_and_nearly_free(dtype: str, changed: slic
         payload = encode(old, new, dtype)
         assert decode(old, payload, dtype).tobytes() == new.tobytes()
         assert len(payload) < 6000
+
+
+def test_event_behind_many_stretches_fits_its_buffer() -> None:
+    """A row of experts may have so many elements. Of those that did not change almost none is counted."""
+    old = old_words("one exponent", "bfloat16", 1 << 23, np.random.default_rng(1))
+    old[3 * SAMPLING :: SAMPLING] = 0
+    new = old.copy()
+    new[-1] += np.uint16(1)
+    payload = encode(old, new, "bfloat16")
+    assert len(payload) > 64 + BYTES_AN_ELEMENT
+    assert decode(old, payload, "bfloat16").tobytes() == new.tobytes()
 
 
 @pytest.mark.parametrize("share", [0.0003, 0.003, 0.03])

@@ -1,5 +1,6 @@
 """Slices on several threads: the results and the error of one thread, a bounded number under way, no thread left."""
 
+import concurrent.futures.thread
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -103,3 +104,21 @@ def test_refused_thread_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ThreadRefused):
         list(map_slices(abs, range(4), threads=2))
     assert list(map_slices(abs, range(4), threads=1)) == [0, 1, 2, 3]
+
+
+def test_results_and_error_are_those_of_one_thread_after_the_program_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last version may be published then. Python gives a pool no work any more."""
+    failing = {3, 4}
+    ended = threading.Event()
+
+    def slices() -> Iterator[int]:
+        yield 0
+        monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+        yield from range(1, 6)
+        ended.set()
+
+    def compute(one: int) -> int:
+        assert one or ended.wait(20)
+        return squared(one, failing)
+
+    assert gather(map_slices(compute, slices(), threads=8)) == ([0, 1, 4], repr(SliceError(3)))

@@ -42,7 +42,7 @@ from rose.workers.executor.ipc.messages import (
     aborted_before_start,
 )
 from rose.workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
-from rose.workers.executor.step_cost import StepCost
+from rose.workers.executor.step_cost import ComputeShare, StepCost
 from rose.workers.executor.vllm.engine import Engine
 from rose.workers.executor.vllm.types import EngineRefusal, FinishedTurn, SwapRefused
 
@@ -98,6 +98,11 @@ class EngineLoop:
         self._stepped = False
         """Whether the latest piece of work was a step."""
         self._steps, self._step_seconds = 0, 0.0
+        self._share = ComputeShare()
+        """Measured for a guest alone: a dedicated engine computes whenever it has turns."""
+        self._had_turns = False
+        """Whether the engine held turns at the latest status."""
+        self._status_at = time.monotonic()
         self._next_status = 0.0
 
     @property
@@ -291,8 +296,13 @@ class EngineLoop:
 
     def report_status(self) -> None:
         """Report the engine's status now."""
-        self._next_status = time.monotonic() + self._status_seconds
-        load, lending = self._engine.load(), self._lending_stats()
+        now = time.monotonic()
+        self._next_status = now + self._status_seconds
+        load, lending, serving = self._engine.load(), self._lending_stats(), self._serving_stats()
+        has_turns = len(self._engine) > 0
+        if serving is not None:
+            self._share.observe(self._step_seconds, now - self._status_at, has_turns=has_turns and self._had_turns)
+        self._status_at, self._had_turns = now, has_turns
         self._reports.send(
             EngineStatus(
                 version=self._engine.version,
@@ -302,13 +312,14 @@ class EngineLoop:
                 kv_bytes_total=load.kv_bytes_total if lending is None else lending.budget_bytes,
                 kv_bytes_free=load.kv_bytes_free,
                 kv_bytes_per_token=load.kv_bytes_per_token,
-                prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
-                decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
+                prefill_tokens_per_second=self._share.value * self._cost.prefill_tokens_per_second,
+                decode_tokens_per_second=self._share.value * self._cost.decode_tokens_per_second(load.running),
                 steps=self._steps,
                 step_seconds=self._step_seconds,
-                blocked_seconds=time.monotonic() - self._last_allowed_at,
-                serving=self._serving_stats(),
+                blocked_seconds=now - self._last_allowed_at,
+                serving=serving,
                 lending=lending,
+                devices=self._engine.devices,
             )
         )
         self._steps, self._step_seconds = 0, 0.0

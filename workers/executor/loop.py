@@ -397,20 +397,31 @@ class Executor:
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )
         if not given_up and (error := result.part.validation_error):  # of an aborted turn, the next executor checks it
-            self._refuse(dispatch, f"its engine's answer cannot be learned from: {error}", Refusal.ENGINE)
+            reason = f"its engine's answer cannot be learned from: {error}"
+            self._refuse(dispatch, reason, Refusal.ENGINE, ran=result)
         else:
             metrics.count_finished(outcome, finished, received_at=running.received_at)
             self._send(result)
 
-    def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, *, listed: bool = True) -> None:
+    def _refuse(
+        self,
+        dispatch: TurnDispatch,
+        reason: str,
+        refusal: Refusal | None,
+        *,
+        listed: bool = True,
+        ran: TurnResult | None = None,
+    ) -> None:
         """Answer a turn with a refusal.
 
-        `listed`: whether a heartbeat may have listed the turn. A turn that was never listed stays unlisted.
+        `listed`: whether a heartbeat may have listed the turn. A turn that was never listed stays unlisted. `ran`: the
+        result that cannot be used.
         """
         request = dispatch.request
         metrics.TURNS.labels("refused").inc()
         self._log.info("turn_refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
-        self._send(refused_result(self._incarnation, dispatch, reason, refusal, now=time.time()), listed=listed)
+        result = refused_result(self._incarnation, dispatch, reason, refusal, now=time.time(), ran=ran)
+        self._send(result, listed=listed)
 
     def _send(self, result: TurnResult, *, listed: bool = True) -> None:
         """Write the answer to a turn. A `listed` turn stays listed until its answer is stored."""

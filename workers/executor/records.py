@@ -108,10 +108,22 @@ def finished_result(
 
 
 def refused_result(
-    start: ExecutorIncarnation, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, *, now: float
+    start: ExecutorIncarnation,
+    dispatch: TurnDispatch,
+    reason: str,
+    refusal: Refusal | None,
+    *,
+    now: float,
+    ran: TurnResult | None = None,
 ) -> TurnResult:
-    """Return a REFUSED result, of which nothing was sampled here. `now`: unix seconds."""
+    """Return a REFUSED result without tokens. `now`: unix seconds.
+
+    `ran`: the result that cannot be used, if the engine has run the turn. Its device seconds are kept.
+    """
     result = _result(start, dispatch, TurnOutcome.REFUSED, reason, _times(dispatch, now, now))
+    if ran is not None:
+        seconds, context = ran.device_seconds, ran.context_tokens
+        result = msgspec.structs.replace(result, device_seconds=seconds, context_tokens=context)
     return msgspec.structs.replace(result, refusal=refusal)
 
 
@@ -233,6 +245,7 @@ class HeartbeatWriter:
             frozen=status.lending is not None and status.lending.frozen,
             seeded=status.seeded,
             by_grant=self._by_grant,
+            devices=status.devices,
         )
         self._sequence += 1
         return heartbeat

@@ -172,3 +172,42 @@ class StepCost:
     def decode_tokens_per_second(self, running: int) -> float:
         """Decode rate of one sequence while `running` sequences decode together."""
         return 1.0 / self.seconds(max(running, 1))
+
+
+LEAST_SHARE = 0.01
+"""Lower bound of a measured share, so that rates stay positive."""
+
+SHARE_MEMORY_SECONDS = 10.0
+"""Time constant of `ComputeShare` while there are turns: a moment counts for 1/e after so many seconds."""
+
+FORGET_SHARE_SECONDS = 60.0
+"""Time constant with which the share returns to 1 while there are no turns."""
+
+
+class ComputeShare:
+    """Share of the time with turns in which an engine computes; below 1 for a guest whose host computes in between.
+
+    An engine's rates times this share are the rates at which its turns advance. Without turns nothing is measured, and
+    the share returns to 1, so that an engine that was slow is tried again.
+
+    Pure. Example: 0.1 s of steps in 0.2 s, again and again -> 0.5
+    """
+
+    def __init__(self) -> None:
+        self._mean = 1.0
+
+    @property
+    def value(self) -> float:
+        """The share, from `LEAST_SHARE` to 1."""
+        return min(1.0, max(LEAST_SHARE, self._mean))
+
+    def observe(self, computed_seconds: float, seconds: float, *, has_turns: bool) -> None:
+        """Take in what the engine computed in the last `seconds`, with or without turns.
+
+        `computed_seconds`: time of the steps that ended in this time. It exceeds `seconds` after a long step.
+        """
+        if seconds <= 0.0:
+            return
+        share = computed_seconds / seconds if has_turns else 1.0
+        memory = SHARE_MEMORY_SECONDS if has_turns else FORGET_SHARE_SECONDS
+        self._mean += (1.0 - math.exp(-seconds / memory)) * (share - self._mean)

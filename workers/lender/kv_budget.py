@@ -78,7 +78,7 @@ class KvUsage:
     serving_bytes: int
     """Bytes of serving's requests, without cached prefixes that no request holds."""
     serving_wanted_bytes: int = 0
-    """Bytes that serving's next step and its first waiting request need in addition."""
+    """Bytes that serving's next step may take in addition, for running and waiting requests."""
     serving_cached_bytes: int = 0
     """Bytes of cached prefixes that no request of serving holds."""
     serving_hit_bytes: int = 0

@@ -65,7 +65,7 @@ class Trainer:
 
         Raises UsageError for a broken folder or algorithm, and BusError or TopicMissing.
         """
-        self._config = config
+        self._config, self._ranks = config, ranks
         self.learner = Learner(config, ranks)
         model = self.learner.model
         self._rules = SelectionRules(
@@ -142,6 +142,7 @@ class Trainer:
         self.learner.check_finite(selected, versions.current)
         line = StepLine.of(selected, done, before=before, version=versions.current, abandoned=versions.abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now
+        line.devices = self._ranks.size
         outcomes = outcomes_of(selected, step=versions.current, policy_version=before, now=now)
         versions.save_and_publish(self.stream.settlement(outcomes), line=line, trained=trained)
         self._reporter.report(line)

@@ -125,6 +125,8 @@ class StepLine(msgspec.Struct, kw_only=True):
     endings: dict[str, int] = {}
     """Number of trajectories by how they ended (`rose.schemas.samples.Ending`)."""
     learning_rate: float | None = None
+    devices: int = 1
+    """Number of devices of the trainer: one for each rank."""
 
     @classmethod
     def of(

@@ -62,5 +62,8 @@ def _submit(pool: ThreadPoolExecutor, function: Callable[[Slice], Result], one: 
             raise ThreadRefused from error
         # Python gives no work to a pool once the program has ended, when a last version may still be published.
         computed: Future[Result] = Future()
-        computed.set_result(function(one))
+        try:
+            computed.set_result(function(one))
+        except Exception as failed:  # noqa: BLE001  raised in its turn, after the results before it
+            computed.set_exception(failed)
         return computed

@@ -207,6 +207,8 @@ class EngineStatus(Message, frozen=True):
     """Set by a lender, whose `kv_bytes_total` is the budget of turns."""
     seeded: bool = True
     """Whether the engine runs turns with a seed."""
+    devices: int = 1
+    """Number of devices that the engine occupies."""
 
 
 class EngineFailed(Message, frozen=True):

@@ -221,21 +221,22 @@ class ServingMemory:
     def wanted_blocks(self) -> int:
         """Most blocks that the next step may take, for running and waiting requests; never more than a step can get.
 
-        All waiting requests count, whatever seats are free: vLLM skips a request that cannot start (its adapter,
-        grammar or prefix is not there) for the next one, and starts to receive prefixes without a seat. With
-        speculative decoding a step also takes slots for drafted tokens. A request whose prefix another engine sends
-        holds the blocks of the prefix already (`kv_holding_waiting`).
+        If a seat is free, all waiting requests count: vLLM skips a request that cannot start (its adapter, grammar or
+        prefix is not there) for the next one, and a request takes no seat while it receives its prefix. If no seat is
+        free, vLLM looks at no waiting request. With speculative decoding a step also takes slots for drafted tokens. A
+        request whose prefix another engine sends holds the blocks of the prefix already (`kv_holding_waiting`).
         """
         scheduler, running = self._scheduler, self._scheduler.running
         drafted = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens if scheduler.num_spec_tokens else 0
         blocks: int = scheduler._spec_decode_step_blocks
         most = self.pool.blocks - self.pool.used
-        if scheduler.waiting or scheduler.kv_holding_waiting:
+        waiting = scheduler.waiting if len(running) < scheduler.max_num_active_reqs else ()
+        if waiting or scheduler.kv_holding_waiting:
             blocks += self._manager.watermark_blocks
         for request in chain(running, scheduler.kv_holding_waiting):
             tokens = request.num_tokens + request.num_output_placeholders + drafted  # placeholders: batches in flight
             blocks += self._blocks_of(tokens) - self._blocks_of(request.num_computed_tokens)
-        for request in scheduler.waiting:
+        for request in waiting:
             if blocks >= most:  # a queue may be long
                 break
             blocks += self._blocks_of(request.num_tokens + drafted)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rose.schemas.errors import RoseError
 from rose.workers.weights.codec import kernels
-from rose.workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, LIGHT_MOST, codes_of, table_of, valid
+from rose.workers.weights.codec.hazard import CAP_BITS, EXPONENTS, HEAVY_CODE, LIGHT_MOST, codes_of, table_of, valid
 from rose.workers.weights.codec.range_coder import encoder, fresh_bits
 
 Words = NDArray[Any]
@@ -32,7 +32,11 @@ SAMPLING = 8
 """Every so many-th element is counted to estimate the number of weights of each exponent."""
 
 BYTES_AN_ELEMENT = 13
-"""Upper bound of coded bytes per element: 3 stretches, a point and a step of a whole word."""
+"""Upper bound of coded bytes per element: the end of a stretch, a point and a step of a whole word."""
+
+BYTES_A_STRETCH = 2
+"""Upper bound of coded bytes per empty stretch. A few events may lie behind many stretches where the elements that are
+counted (SAMPLING) are not like the others."""
 
 
 class CodecError(RoseError):
@@ -195,7 +199,8 @@ def collect(old: Words, new: Words, form: Format) -> Changes:
 def encode_delta(changes: Changes) -> bytes:
     """The delta of collected changes, which may be larger than the dense payload."""
     codes, events, heavy = changes.codes, len(changes.positions), len(changes.heavy_steps)
-    out = np.empty(64 + BYTES_AN_ELEMENT * (events + heavy), dtype=np.uint8)
+    stretches = int(changes.positions[-1]) >> CAP_BITS if events else 0
+    out = np.empty(64 + BYTES_AN_ELEMENT * (events + heavy) + BYTES_A_STRETCH * stretches, dtype=np.uint8)
     present = np.flatnonzero(codes)
     first, last = (int(present[0]), int(present[-1])) if len(present) else (0, 0)
     length = kernels.encode_events(

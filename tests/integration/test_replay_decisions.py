@@ -1,0 +1,105 @@
+"""The decisions of real routers and of the control app are repeated from their log."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from rose.pipeline.replay.decisions import CoreReplay, replay_core
+from rose.pipeline.replay.recorded_cores import KafkaLog, read_recorded_cores
+from rose.schemas.grants import CapacityGrant
+from rose.schemas.heartbeats import ExecutorState, WorkerClass
+from rose.schemas.turns import TurnOutcome
+from rose.topics.admin import create_topics
+from rose.topics.catalog import GRANTS
+from rose.topics.log_reader import read_whole_topics
+from rose.topics.settings import BusSettings
+from tests.support.brokers import AnyBroker
+from tests.support.roles import kill, role_process, stop
+from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def bus(broker: AnyBroker, namespace: str) -> Iterator[RouterHarness]:
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+    bus = RouterHarness(settings)
+    yield bus
+    bus.close()
+
+
+def replays(settings: BusSettings) -> list[CoreReplay]:
+    with closing(KafkaLog(settings)) as log:
+        return [replay_core(core, log, explained=3) for core in read_recorded_cores(settings)]
+
+
+def play(bus: RouterHarness, first: int, turns: int = 3, *, unanswered: bool = False) -> None:
+    """Play four trajectories; one turn is preempted. `unanswered`: the executors keep the last turns."""
+    names = [f"g{first + number}:{number}" for number in range(4)]
+    for turn in range(turns):
+        for number, name in enumerate(names):
+            bus.ask(name, turn, home=number % 2, context=40 * (turn + 1), max_tokens=30)
+        for name in names:
+            bus.until(partial(_is_held, bus, name, turn))
+        for held in bus.fleet.held.values():
+            for dispatch in list(held):
+                if turn + 1 < turns or not unanswered:
+                    preempted = dispatch.attempt == 0 and dispatch.request.trajectory_id == names[0]
+                    bus.answer(dispatch, TurnOutcome.PREEMPTED if preempted and turn == 1 else TurnOutcome.COMPLETED)
+
+
+def _is_held(bus: RouterHarness, name: str, turn: int) -> bool:
+    held = (each.request for turns in bus.fleet.held.values() for each in turns)
+    return any((request.trajectory_id, request.turn) == (name, turn) for request in held)
+
+
+def test_decisions_of_a_killed_and_a_restarted_router_are_repeated(bus: RouterHarness) -> None:
+    with router_process(bus.settings) as first:
+        for worker in range(3):
+            bus.beat(worker, token_budget=2000, max_turns=5)
+        play(bus, 0)
+        bus.go_on(2.5)
+        play(bus, 10, unanswered=True)
+        kill(first)
+    bus.ask("late:0", patience_seconds=0.5, context=5000)
+    with router_process(bus.settings) as second:
+        bus.until(lambda: any(each.outcome is TurnOutcome.FAILED for each in bus.results()))
+        bus.fleet.alive.pop(1)
+        play(bus, 20)
+        bus.go_on(4.0)
+        stop(second)
+    found = replays(bus.settings)
+    assert [(replay.differences, replay.gap) for replay in found] == [([], ""), ([], "")]
+    assert found[0].compared > 5 and found[1].compared > 12
+
+
+def grants(settings: BusSettings) -> list[CapacityGrant]:
+    found = (each.record for each in read_whole_topics(settings, [GRANTS]))
+    return [grant for grant in found if isinstance(grant, CapacityGrant)]
+
+
+def test_grants_of_the_control_app_are_repeated(bus: RouterHarness) -> None:
+    lender: dict[str, object] = {"worker_class": WorkerClass.SERVING, "by_grant": True, "token_budget": 500}
+    quick = {"control.page_port": 0, "control.lease_seconds": 3.0, "control.idle_seconds": 1.0}
+    with router_process(bus.settings) as router, role_process("control", bus.settings, 0, quick) as control:
+        bus.beat(0, state=ExecutorState.PAUSED, **lender)
+        for number in range(6):
+            bus.ask(f"g{number}:0")
+        bus.until(lambda: any(grant.lend for grant in grants(bus.settings)))
+        bus.beat(0, **lender)
+        bus.until_dispatched(4)
+        for dispatch in list(bus.inboxes):
+            bus.answer(dispatch)
+        bus.until_dispatched(6)
+        bus.go_on(4.0)
+        stop(control)
+        stop(router)
+    by_core = {replay.core.core: replay for replay in replays(bus.settings)}
+    assert {name: (each.differences, each.gap) for name, each in by_core.items()} == {
+        "router-0": ([], ""),
+        "control-0": ([], ""),
+    }
+    assert by_core["control-0"].compared >= 3

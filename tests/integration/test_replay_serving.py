@@ -1,0 +1,85 @@
+"""Recorded records are served again in a scratch namespace on a real broker."""
+
+from pathlib import Path
+
+import pytest
+
+from rose.pipeline.replay.serving import RecordServer, scratch_settings
+from rose.schemas.errors import UsageError
+from rose.schemas.record import Record
+from rose.topics.admin import create_topics
+from rose.topics.catalog import GRANTS, HEARTBEATS, REQUESTED, Topic
+from rose.topics.log_reader import read_keyed_messages, topic_starts
+from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
+from tests.support.brokers import EMBEDDED, AnyBroker, flags
+from tests.support.rose_command import Rose
+from tests.support.router_process_fixtures import PARTITIONS
+from tests.support.routing_fixtures import heartbeat, request
+
+pytestmark = pytest.mark.slow
+
+TOPICS = (REQUESTED, HEARTBEATS, GRANTS)
+FAST = 1e6
+
+
+@pytest.fixture
+def source(broker: AnyBroker, namespace: str) -> BusSettings:
+    """The log of a run: requests in two homes, more than are kept in memory at once, heartbeats, and a tombstone."""
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+    writer = Writer(settings, "test")
+    for number in range(3_000):
+        put(writer, REQUESTED, request(f"g{number}:0", home=number % 2), f"g{number}:0", number % 2)
+        if number % 100 == 0:
+            put(writer, HEARTBEATS, heartbeat(0, sequence=number), "w0", 0)
+    writer.tombstone(GRANTS, key="w0", partition=0)
+    writer.flush()
+    writer.close()
+    return settings
+
+
+def put(writer: Writer, topic: Topic, record: Record, key: str, partition: int) -> None:
+    writer.write(topic, record, key=key, partition=partition, headers={"own": b"kept"})
+
+
+def messages(settings: BusSettings, topic: Topic) -> dict[int, list[object]]:
+    """Return key, value and headers of the messages by partition, in order."""
+    found: dict[int, list[object]] = {}
+    for each in read_keyed_messages(settings, topic_starts(settings, [topic])):
+        found.setdefault(each.partition, []).append(each.raw)
+    return found
+
+
+def test_served_records_keep_topic_partition_key_headers_and_order(source: BusSettings) -> None:
+    target = scratch_settings(source, f"{source.namespace}again.")
+    progress: list[tuple[int, int]] = []
+    server = RecordServer(source, target, TOPICS)
+    served = server.serve(0.0, float("inf"), FAST, on_progress=lambda *now: progress.append(now))
+    assert served == 3_031 and progress[-1] == (3_031, 3_031)
+    for topic in TOPICS:
+        assert messages(target, topic) == messages(source, topic)
+    assert ("own", b"kept") in messages(target, HEARTBEATS)[0][0].headers  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="has records already: name a namespace that has none"):
+        RecordServer(source, target, TOPICS)
+
+
+def test_only_the_named_topics_and_times_are_served(source: BusSettings) -> None:
+    stamps = [each.timestamp_seconds for each in read_keyed_messages(source, topic_starts(source, [HEARTBEATS]))]
+    target = scratch_settings(source, f"{source.namespace}part.")
+    server = RecordServer(source, target, [HEARTBEATS])
+    until = sorted(stamps)[len(stamps) // 2]
+    served = server.serve(0.0, until, FAST, on_progress=lambda *_: None)
+    assert served == sum(stamp <= until for stamp in stamps)
+    assert messages(target, REQUESTED) == {}
+
+
+@pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
+def test_command_serves_and_refuses_the_namespace_of_the_run(source: BusSettings, tmp_path: Path) -> None:
+    rose = Rose(EMBEDDED, tmp_path)
+    options = ["--speed", "100000", "--topics", "slack.heartbeats", *flags(source)]
+    with rose.start("replay", "--serve", source.namespace, *options) as refused:
+        assert "is the run's own namespace" in refused.communicate(timeout=60)[0]
+    assert refused.returncode == 2
+    output = rose("replay", "--serve", f"{source.namespace}scratch.", *options)
+    assert "30 records served" in output

@@ -1,0 +1,110 @@
+"""A simulated run loses nothing and overfills nobody, whatever fails; the seed alone decides what happens."""
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+
+from rose.pipeline.simulation.fleet import Fleet
+from tests.support.simulation_fixtures import PROFILE, scenario
+
+LENDING = {
+    "lending": {"serving_profile": PROFILE, "guest_profile": PROFILE, "count": 3, "max_turns": 4},
+    "elastic": {"how": "lend"},
+    "users": {"busy": 0.1},
+}
+ROUTING = ["rose", "round_robin", "session", "least_load"]
+FAILURES = ["executors_die", "lenders_leave", "heartbeats_stop", "router_freezes", "link_slow"]
+
+
+def run(**changes: Any) -> Fleet:
+    """Run a small fleet. The fleet itself checks conservation and offers at the end."""
+    fleet = Fleet(scenario(**changes))
+    fleet.run()
+    assert fleet.overfilled == 0
+    settled = [sample.trajectory_id for sample, _, _ in fleet.trainer.figures.settled]
+    assert len(settled) == len(set(settled)) == sum(fleet.trainer.figures.outcomes.values())
+    assert sum(step.trained for step in fleet.trainer.figures.steps) <= len(settled)
+    return fleet
+
+
+def sampled(fleet: Fleet) -> dict[tuple[str, int], int]:
+    """Sampled tokens of each applied turn."""
+    return {(turn.trajectory, turn.turn): turn.new_tokens for turn in fleet.rollout.turns}
+
+
+def test_same_seed_gives_the_same_run_and_another_seed_another_one() -> None:
+    def facts(seed: int) -> tuple[Any, ...]:
+        fleet = run(seed=seed, **LENDING)
+        steps = [msgspec.json.encode(step) for step in fleet.trainer.figures.steps]
+        return fleet.events.now, fleet.events.handled, steps, fleet.rollout.turns, fleet.trainer.figures.settled
+
+    first = facts(1)
+    assert first == facts(1)
+    assert first[3] != facts(2)[3]
+
+
+def test_trajectories_do_the_same_on_every_fleet_and_under_every_router() -> None:
+    arms: list[dict[str, Any]] = [{}, LENDING, {**LENDING, "routing": "least_load", "cells": 2}]
+    arms += [{"routing": routing} for routing in ROUTING[1:]]
+    arms += [{"training": {"mode": "asynchronous", "max_staleness": 2}}]
+    turns = [sampled(run(**arm)) for arm in arms]
+    common = set.intersection(*(set(each) for each in turns))
+    assert len(common) > 20
+    for each in turns:
+        assert {key: each[key] for key in common} == {key: turns[0][key] for key in common}
+
+
+@pytest.mark.parametrize("routing", ROUTING)
+@pytest.mark.parametrize("what", FAILURES)
+def test_failure_loses_no_trajectory_and_no_sampled_token(what: str, routing: str) -> None:
+    failures = [
+        {"what": what, "at_seconds": at, "share": 0.7, "for_seconds": 6.0} for at in (3.0, 8.0, 16.0, 17.5, 30.0)
+    ]
+    whole = sampled(run(training={"steps": 1}, **LENDING))
+    fleet = run(failures=failures, routing=routing, training={"steps": 1}, **LENDING)
+    found = sampled(fleet)
+    assert len(found) == len(fleet.rollout.turns), "a turn was applied twice"
+    common = set(found) & set(whole)
+    assert len(common) > 20 and all(found[key] == whole[key] for key in common)
+
+
+def test_every_executor_takes_turns_again_after_a_failure() -> None:
+    failures = [{"what": "executors_die", "at_seconds": at, "share": 1.0, "for_seconds": 3.0} for at in (2.0, 6.0)]
+    fleet = run(failures=failures, training={"steps": 4}, **LENDING)
+    assert {turn.worker for turn in fleet.rollout.turns if turn.applied_at > 15.0} == set(fleet.executors)
+
+
+def test_turns_are_on_the_clock_in_order() -> None:
+    fleet = run(**LENDING)
+    for turn in fleet.rollout.turns:
+        assert turn.requested_at <= turn.scheduled_at < turn.finished_at < turn.applied_at
+        assert turn.cached_tokens < turn.context_tokens
+    ordered = sorted(fleet.rollout.turns, key=lambda turn: (turn.trajectory, turn.turn))
+    for before, after in itertools.pairwise(ordered):
+        if before.trajectory == after.trajectory:
+            assert after.turn == before.turn + 1 and before.applied_at <= after.requested_at
+            assert before.context_tokens < after.context_tokens
+
+
+def test_device_seconds_of_all_turns_are_the_busy_seconds_of_the_engines() -> None:
+    fleet = run()
+    charged = sum(sum(turn.device_seconds.values()) for turn in fleet.rollout.turns)
+    assert charged == pytest.approx(sum(each.engine.busy_seconds for each in fleet.executors.values()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"elastic": {"how": "whole", "allocation_seconds": 2.0}},
+        {"training": {"lends_gpus": 2, "toggle_seconds": 1.0}},
+        {"training": {"algorithm": "dapo"}, "tasks": {"groups": 4, "hardness": 0.5}},
+        {"training": {"mode": "asynchronous", "max_staleness": 3}},
+        {"cells": 3},
+        {"lending": {**LENDING["lending"], "dial": 1.0}},
+    ],
+)
+def test_way_of_running_loses_no_trajectory(changes: dict[str, Any]) -> None:
+    fleet = run(**{**LENDING, **changes})
+    assert len(fleet.trainer.figures.steps) == 2
