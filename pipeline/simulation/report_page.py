@@ -137,7 +137,7 @@ def _trajectory(sample: Sample, turns: Counter[str]) -> TrajectoryFact:
         failure=sample.failure,
         turns=turns[sample.trajectory_id],
         sampled_tokens=int(sample.info["sampled"]),
-        first_version=sample.oldest_version,
+        first_version=-1,  # a simulated policy does not learn, so the page has no learning curve
         completed_at=sample.completed_at,
     )
 
