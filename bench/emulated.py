@@ -11,8 +11,8 @@ Keeps true
   blocks of its context that are in the cache; its last token is always computed (as in vLLM).
 
 Pure: `now` is an argument, and everything that happened until then is returned. This module is for simulated time and
-for turns that run to their end. `bench.fleet` emulates executors on a real bus that pause, are cut and leave, with a
-simpler engine.
+for turns that run to their end. `bench.fleet` emulates executors on a real bus that pause, are cut and leave, with
+the simulator's engine.
 
 Example, with steps of 10 ms and 0.1 ms a token, blocks of 32 tokens
     add(100 tokens of context, 3 to sample) at 0   -> step 1 ends at 0.020, with the first token
