@@ -16,6 +16,7 @@ from rose.pipeline.accounting.cost import cost_of
 from rose.pipeline.accounting.prices import Prices
 from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.simulation.comparison import run_arms
+from rose.pipeline.simulation.costs import simulated_usage
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder
@@ -37,7 +38,6 @@ from rose.pipeline.simulation.results import (
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.scenario import Failure, Scenario, load_scenario
 from rose.pipeline.simulation.trace import encode_trace
-from rose.pipeline.simulation.costs import simulated_usage
 from tests.support.simulated_scenario import write_scenario
 
 
