@@ -64,6 +64,8 @@ def _type(kind: inspect.Type) -> str:
             return name + _bounds(kind)
         case inspect.StrType():
             return "text"
+        case inspect.BoolType():
+            return "`true` or `false`"
         case inspect.DictType(value_type=value):
             return f"table of {_type(value)}"
         case _:
