@@ -31,7 +31,7 @@ LINE_SECONDS, BAR_SECONDS = 10.0, 0.25
 """Time between two lines of progress, and between two updates of the bar on a terminal."""
 
 TABLE_WIDTH = 140
-"""Characters of a line where standard output is no terminal."""
+"""Least characters of a line: a narrow terminal breaks lines, and no figure is cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,7 @@ def simulate_all(folder: Path, outputs: Outputs) -> None:
 
 def _simulate(scenarios: Sequence[Mapping[str, Scenario]], outputs: Outputs) -> None:
     results: list[ScenarioResult] = []
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
+    console = Console(width=max(Console().width, TABLE_WIDTH))
     if outputs.turns is not None:
         outputs.turns.write_bytes(b"")
     for arms in scenarios:

@@ -103,7 +103,10 @@ def test_same_seed_gives_the_same_bytes_in_every_file(tmp_path: Path) -> None:
         assert first.read_bytes() == second.read_bytes() != b""
 
 
-def test_all_scenarios_of_a_folder_are_in_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_scenarios_of_a_folder_are_in_one_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")  # a narrow terminal cuts no figure
     write_scenario(tmp_path, "first")
     write_scenario(tmp_path, "second", text=TINY.replace("seed = 3", "seed = 4"))
     simulate_all(tmp_path, Outputs(json=tmp_path / "figures.json"))
@@ -114,6 +117,7 @@ def test_all_scenarios_of_a_folder_are_in_one_object(tmp_path: Path, capsys: pyt
         assert check.keys() >= {"name", "value", "unit", "bound", "direction", "against"}
     assert len(found["checks"][0]["details"]) == 2
     printed = capsys.readouterr().out
+    assert "…" not in printed
     assert "first, seed 3: one small engine" in printed and "second, seed 4" in printed
     assert "1.31" in printed and "1.20 (rollout)" in printed and "1.07" in printed
 
