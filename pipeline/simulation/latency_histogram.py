@@ -43,7 +43,7 @@ class LatencyHistogram:
 
     def percentile(self, share: float) -> float:
         """Return the latency that `share` (0 to 1) of all latencies do not exceed, in seconds; 0 without latencies."""
-        left = share * self.count
+        left = share * self.count * (1.0 - 1e-12)  # so that a rounding error does not reach into the next bucket
         for bucket in sorted(self._buckets):
             left -= self._buckets[bucket]
             if left <= 0:

@@ -100,7 +100,6 @@ class LendingServer(Executor):
         self.serving = serving
         self.admission = Admission(promise, serving_step_tokens=serving.engine.step_tokens)
         self.cuts = 0
-        self.lent_seconds = 0.0
         self._newest_version = newest_version
         self._parked = PARKED
         self._wake = 0
@@ -123,6 +122,8 @@ class LendingServer(Executor):
         self._shared_at = self._shared_seconds = 0.0
         """Time and busy seconds at the newest observation of `_share`."""
         self._had_turns = False
+        self._learned_seconds = 0.0
+        """The guest's busy seconds at the newest observation of its step time."""
         self._computed_at = 0.0
         """When the guest was last allowed to compute."""
         self.engine.pause(0.0)
@@ -135,6 +136,11 @@ class LendingServer(Executor):
         """Let the recorder see the steps of serving, and the times in which the guest computes."""
         self.serving.engine.on_steps = partial(recorder.on_serving_steps, self.name)
         self.engine.on_pause = partial(recorder.on_guest_paused, self.name)
+
+    @property
+    def lent_seconds(self) -> float:
+        """Seconds in which the guest has computed, up to its newest whole step that was counted."""
+        return self.engine.busy_seconds
 
     def on_grant(self, grant: CapacityGrant, source: GrantSource) -> None:
         """Take a grant that has just been written."""
@@ -259,14 +265,11 @@ class LendingServer(Executor):
         return NextWork(WorkKind.STEP, self.admission.guest.seconds(tokens))
 
     def _catch_up(self) -> None:
-        before, plan = self.engine.busy_seconds, self.engine.plan
+        plan = self.engine.plan
         super()._catch_up()
-        self._learn(plan.tokens, plan.first_seconds, self.engine.busy_seconds - before)
-
-    def _learn(self, tokens: int, step_seconds: float, seconds: float) -> None:
-        if seconds > 0.0:
-            self.lent_seconds += seconds
-            self.admission.guest.observe(tokens, step_seconds)
+        if self.engine.busy_seconds > self._learned_seconds and plan.tokens:
+            self._learned_seconds = self.engine.busy_seconds
+            self.admission.guest.observe(plan.tokens, plan.first_seconds)
 
     def _before_serving_step(self, at: float) -> float:
         """Let the guest compute between two steps of serving; return for how long serving waits."""
