@@ -1,4 +1,4 @@
-"""What a simulated run costs, by the accounting of live runs (`pipeline/accounting`).
+"""The cost of a simulated run, by the accounting of live runs (`pipeline/accounting`).
 
 Keeps true
 - Every attempt and every held device of a simulation is a fact of the accounting. Attempts of an executor that was

@@ -33,7 +33,7 @@ def print_checks(console: Console, found: Sequence[Check]) -> None:
 
 def _rollouts(result: ScenarioResult) -> Table:
     """Return the table of training steps and turns; `x` columns are `rose` over the arm."""
-    names = ("arm", "step s", "rollout s", "trained/h", "tokens/s", "x throughput", "x rollout", "x paper")
+    names = ("arm", "step s", "rollout s", "trained/h", "x throughput", "x rollout", "x paper")
     table = _table(*names, "wait p50 s", "wait p99 s", "reused", "lent GPU h", "an answer")
     for arm, figures in result.arms.items():
         over = result.over.get(arm)
@@ -44,7 +44,6 @@ def _rollouts(result: ScenarioResult) -> Table:
             f"{figures.step_seconds:,.1f}",
             f"{figures.rollout_seconds:,.1f}",
             f"{figures.trajectories_per_hour:,.0f}",
-            f"{figures.tokens_per_second:,.0f}",
             _ratio(None if over is None else over.throughput),
             _ratio(None if over is None else over.rollout),
             _ratio(paper) + (" (rollout)" if paper is not None and at_rollout else ""),
