@@ -98,6 +98,14 @@ def test_lenders_are_woken_for_held_turns_that_share_steps_and_parked_after_thes
     assert fleet.lending == set()
 
 
+def test_as_many_lenders_are_woken_as_add_the_least_gain_and_they_stay() -> None:
+    fleet = CrowdedFleet(2, 6, changed(most_lenders=0, min_gain=0.25))
+    fleet.warm_up(30)
+    fleet.run(400, 30)
+    assert len(fleet.lending) == 3, "with a third lender, 5 of 30 turns add 27 % to a step; with a fourth, 24 %"
+    assert len(fleet.changes) == 3
+
+
 def test_turns_with_an_executor_each_wake_no_lender() -> None:
     fleet = CrowdedFleet(8, 4)
     fleet.warm_up(64)

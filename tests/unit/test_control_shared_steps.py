@@ -69,6 +69,11 @@ def test_executor_that_is_slower_without_turns_than_the_others_with_theirs_adds_
     assert steps.gain(StepShare(steps.step_seconds, share.turn_seconds)) == 0.0
 
 
+def test_faster_executor_adds_nothing_to_turns_with_an_executor_each() -> None:
+    slow, fast = StepShare(0.02, 0.001), StepShare(0.005, 0.001)
+    assert SharedSteps([slow] * 4, 4).gain(fast) == 0.0 < SharedSteps([slow] * 4, 5).gain(fast)
+
+
 def test_executor_for_few_turns_adds_less() -> None:
     steps = SharedSteps([StepShare(0.008, 0.0005)] * 2, 32)
     gains = [steps.gain(StepShare(0.008, 0.0005, most)) for most in (1, 4, 8, 16)]
