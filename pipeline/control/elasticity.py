@@ -10,9 +10,9 @@ Keeps true
 - A lender is woken if it would work for more than `margin_seconds` before the waiting turns are done, after its wake
   and the staging of its weights. The lender with the fewest user requests is woken first. If no open executor would
   ever do the waiting turns, one lender is woken however few turns wait.
-- A lender is also woken if, with its users' share of the time taken off, it would add at least `min_gain` of an
-  executor's work to the held turns (`shared_steps`). This must have held for as long as its wake and the staging of
-  its weights take: work that has lasted for some time is expected to last as long again.
+- A lender is also woken if it would add at least `min_gain` of an executor's work to the held turns (`shared_steps`).
+  This must have held for as long as its wake and the staging of its weights take: work that has lasted for some time is
+  expected to last as long again.
 - A lender is parked if for some time it has added less than `min_gain / 2`, and the other executors had room for the
   turns that it holds, and would have finished these turns and the waiting turns within `margin_seconds / 2`. Lenders
   without turns are parked before lenders with turns, and then the lender with the most user requests first.
@@ -52,7 +52,7 @@ from rose.pipeline.control.forecast import (
 )
 from rose.pipeline.control.lenders import Lender
 from rose.pipeline.control.rebalancing import FORGET_SECONDS, CellCrew, Rebalancer
-from rose.pipeline.control.shared_steps import SharedSteps, StepShare
+from rose.pipeline.control.shared_steps import SharedSteps
 from rose.schemas.cells import CellSummary, ExecutorLine
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState
@@ -298,7 +298,7 @@ class ElasticityCore:
                     f"than {target_seconds:g} s"
                 )
                 continue
-            step_share = self._step_share(name, turn_tokens) if name in shares else None
+            step_share = self.estimates.step_share(name, turn_tokens) if name in shares else None
             gain = steps.lost_gain(step_share) if step_share is not None else 0.0
             if gain >= self.config.min_gain / 2:
                 lender.idle_since = None
@@ -351,7 +351,7 @@ class ElasticityCore:
                 continue
             if len(for_waiting) + len(for_steps) == spare:
                 break
-            delay, step_share = self._opening_delay(name, lender, now), self._step_share(name, turn_tokens)
+            delay, step_share = self._opening_delay(name, lender, now), self.estimates.step_share(name, turn_tokens)
             gain = steps.gain(step_share) if step_share is not None else 0.0
             share, margin = WorkShare(delay, self.estimates.turns_per_second(name)), self.config.margin_seconds
             first_of_all = finish_without == math.inf and not for_waiting
@@ -434,15 +434,8 @@ class ElasticityCore:
         lines = [line for line in self.cells[number].summary.executors if line.worker in workers]
         turns = sum(line.held_turns for line in lines)
         turn_tokens = sum(line.held_tokens for line in lines) / turns if turns else 0.0
-        shares = (self._step_share(line.worker, turn_tokens) for line in lines)
+        shares = (self.estimates.step_share(line.worker, turn_tokens) for line in lines)
         return SharedSteps((share for share in shares if share is not None), turns), turn_tokens
-
-    def _step_share(self, name: str, turn_tokens: float) -> StepShare | None:
-        """Expected cost of a worker's steps, waits for its users included; None if no worker's steps are known."""
-        share, lender = self.estimates.step_share(name, turn_tokens), self.lenders.get(name)
-        if share is None or lender is None:
-            return share
-        return share.slowed(lender.slowdown)
 
     def _opening_delay(self, name: str, lender: Lender, now: float) -> float:
         """Expected seconds until a worker is open: from its wake, or from now if it was not woken yet."""

@@ -10,7 +10,6 @@ Pure: `now` is the time of the elasticity core.
 import math
 from dataclasses import dataclass, field
 
-from rose.pipeline.running_mean import RunningMean
 from rose.schemas.cells import ExecutorLine
 from rose.topics.backoff import Backoff
 
@@ -21,12 +20,6 @@ LONGEST_HOLD_SECONDS = 32 * HOLD_SECONDS
 
 USER_REQUESTS_WEIGHT = 0.1
 """Weight of the newest summary in a worker's mean number of user requests."""
-
-BUSY_WEIGHT = 0.02
-"""Weight of the newest summary in the share of the time in which a worker has user requests."""
-
-MAX_BUSY = 0.99
-"""Largest share of the time that users are taken to need."""
 
 
 @dataclass(slots=True)
@@ -62,13 +55,6 @@ class Lender:
     """Failures to lend. It is not woken before the wait ends. A wake after which the worker opens counts as success."""
     user_requests: float = 0.0
     """Running mean of the requests of its own users, running and waiting."""
-    busy: RunningMean = field(default_factory=lambda: RunningMean(0.0, BUSY_WEIGHT))
-    """Share of the time in which it has user requests."""
-
-    @property
-    def slowdown(self) -> float:
-        """How much longer its steps take because it waits for its users: it may compute only between their requests."""
-        return 1.0 / (1.0 - min(self.busy.value, MAX_BUSY))
 
     @property
     def park_priority(self) -> tuple[bool, float]:
@@ -86,9 +72,7 @@ class Lender:
     def on_line(self, line: ExecutorLine, cell: int, now: float, *, after_gap: bool) -> None:
         """Update from a line of a summary. `after_gap`: whether summaries were missing since the previous line."""
         self.line, self.cell, self.heard_at = line, cell, now
-        requests = line.serving_running + line.serving_waiting
-        self.user_requests += USER_REQUESTS_WEIGHT * (requests - self.user_requests)
-        self.busy.add(requests > 0)
+        self.user_requests += USER_REQUESTS_WEIGHT * (line.serving_running + line.serving_waiting - self.user_requests)
         if after_gap:
             self.gains_since = None
         if not self.lends or line.open or line.held_turns:

@@ -31,10 +31,6 @@ class StepShare(NamedTuple):
     most_turns: float = math.inf
     """Turns that the executor takes at once."""
 
-    def slowed(self, factor: float) -> "StepShare":
-        """Return the cost of steps that take `factor` times as long."""
-        return StepShare(factor * self.base_seconds, factor * self.turn_seconds, self.most_turns)
-
 
 class SharedSteps:
     """Turns that share the steps of some executors."""
