@@ -51,7 +51,7 @@ class ExecutorState(Enum):
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates that the executor measures. The rates of a lender include its waits for the server's own users."""
+    """Rates that the executor measures."""
 
     device: Annotated[str, Meta(max_length=128)] = "cpu"
     prefill_tokens_per_second: Rate

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.schemas.arrays import pack_tokens
-from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from rose.schemas.heartbeats import MAX_HELD_TURNS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, context_fields, held_hash
 from rose.schemas.wire import decode, encode
@@ -198,26 +198,6 @@ def test_step_size_stays_worth_the_fixed_cost_under_cpu_preemption(
         cost.observe(tokens, taken)
         made, now = made + tokens, now + taken
     assert made / now > 0.4 * 16 / (0.008 + 0.0003 * 16)
-
-
-def test_rates_of_a_lender_include_the_time_in_which_its_turns_wait_for_users() -> None:
-    box, writer = inbox(), HeartbeatWriter(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
-
-    def rates_after(count: int, *, running: int, blocked_seconds: float) -> Hardware:
-        tick = EngineStatus(0, "cpu", running, 0, 1000, 1000, 10, 400.0, 40.0, 0, 0.0, blocked_seconds=blocked_seconds)
-        for _ in range(count):
-            writer.on_status(tick)
-        return writer.next_heartbeat(
-            tick, box, state=ExecutorState.READY, version=0, pause_reason=None, now=1.0
-        ).hardware
-
-    assert rates_after(1000, running=0, blocked_seconds=9.0).decode_tokens_per_second == 40.0, "it had no turns"
-    for _ in range(1000):
-        hardware = rates_after(1, running=3, blocked_seconds=0.5)
-        hardware = rates_after(3, running=3, blocked_seconds=0.0)
-    assert hardware.decode_tokens_per_second == pytest.approx(30.0, rel=0.02)
-    assert hardware.prefill_tokens_per_second == pytest.approx(300.0, rel=0.02)
-    assert rates_after(3000, running=3, blocked_seconds=9.0).decode_tokens_per_second == pytest.approx(4.0)
 
 
 def test_heartbeats_are_numbered_list_held_turns_and_count_each_cut_once() -> None:

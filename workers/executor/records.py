@@ -176,22 +176,8 @@ def health_summary(version: int, newest: int, refused: str, *, pause_reason: str
     return f"serves version {version}", True
 
 
-BLOCKED_SECONDS = 0.001
-"""An engine that was not allowed to compute for this time is blocked: a guest waits for its host."""
-
-BLOCKED_WEIGHT = 0.005
-"""Weight of the newest status in the share of statuses with a blocked engine: about the last two hundred count."""
-
-MAX_BLOCKED = 0.9
-"""Largest blocked share that rates include: a lender with a longer wait is closed by its gate."""
-
-
 class HeartbeatWriter:
-    """Makes the heartbeats of one incarnation of an executor.
-
-    The rates in a heartbeat are those of the engine's steps, less the share of the time in which the engine has turns
-    and is blocked.
-    """
+    """Makes the heartbeats of one incarnation of an executor."""
 
     def __init__(self, incarnation: ExecutorIncarnation, slot: int, *, by_grant: bool = False) -> None:
         self._incarnation = incarnation
@@ -199,15 +185,11 @@ class HeartbeatWriter:
         self._by_grant = by_grant
         self._sequence = 0
         self._cuts = 0
-        self._blocked = 0.0
-        """Share of the statuses with turns in which the engine was blocked, fading."""
 
     def on_status(self, status: EngineStatus) -> None:
-        """Take what an engine status adds to the statuses before. Call it once for each status."""
+        """Add up what an engine status counts since the status before. Call it once for each status."""
         if status.lending is not None:
             self._cuts += status.lending.cuts
-        if status.running or status.waiting:
-            self._blocked += BLOCKED_WEIGHT * ((status.blocked_seconds > BLOCKED_SECONDS) - self._blocked)
 
     def next_heartbeat(
         self,
@@ -229,7 +211,7 @@ class HeartbeatWriter:
         `swap_seconds`: how long turns waited for the latest version swap.
         """
         refused_version, refused_reason = refused or (-1, "")
-        serving, allowed = status.serving, 1.0 - min(self._blocked, MAX_BLOCKED)
+        serving = status.serving
         heartbeat = SlackHeartbeat(
             worker=self._incarnation.worker,
             incarnation=self._incarnation.incarnation,
@@ -240,8 +222,8 @@ class HeartbeatWriter:
             policy_version=version,
             hardware=Hardware(
                 device=status.device,
-                prefill_tokens_per_second=allowed * status.prefill_tokens_per_second,
-                decode_tokens_per_second=allowed * status.decode_tokens_per_second,
+                prefill_tokens_per_second=status.prefill_tokens_per_second,
+                decode_tokens_per_second=status.decode_tokens_per_second,
             ),
             kv_bytes_total=status.kv_bytes_total,
             kv_bytes_free=status.kv_bytes_free,
