@@ -184,6 +184,12 @@ def lend(
     observe: Annotated[
         bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="FILE.csv", help="With --observe: append a row of load and idle time every 10 s."
+        ),
+    ] = None,
 ) -> None:
     """Run a vLLM server that lends idle capacity to rollouts, or lend an existing server over HTTP."""
     from rose.pipeline.cli.roles import run_endpoint_role, run_lender_role
@@ -191,8 +197,10 @@ def lend(
     common = common.with_overrides(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
     if (model is None) == (endpoint is None) or (endpoint and (flags or observe)):
         raise UsageError("give --model FOLDER, with vLLM's flags after two dashes, or --endpoint URL alone")
+    if record is not None and not observe:
+        raise UsageError("--record records an observed server: give --observe too")
     if model is not None:
-        run_lender_role(common, model, flags or [], observe=observe)
+        run_lender_role(common, model, flags or [], observe=observe, record=record)
     else:
         run_endpoint_role(common)
 
