@@ -62,9 +62,7 @@ class Cell:
 class Fleet:
     """All roles of one run."""
 
-    def __init__(
-        self, scenario: Scenario, recorder: Recorder | None = None, plans: GroupPlans | None = None
-    ) -> None:
+    def __init__(self, scenario: Scenario, recorder: Recorder | None = None, plans: GroupPlans | None = None) -> None:
         """`recorder`: keeps what a trace and a report show; None keeps nothing.
 
         `plans`: what the trajectories of each group do; None draws the plans from the scenario's tasks.
