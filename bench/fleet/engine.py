@@ -1,25 +1,40 @@
-"""An emulated engine: it computes nothing, and the durations of its turns follow from its rates.
+"""The engine of an emulated executor: the simulator's engine, which computes only how long a real engine would take.
 
 Keeps true
 - Sampled tokens depend on trajectory and turn alone. So a turn sampled in parts equals the turn sampled at once, and
   all arms of a benchmark sample the same tokens.
-- Prefills run one after another, and decodes run in parallel, each at the rate of one sequence.
-- A prefix is cached where it was computed, until room is needed or the cache is dropped.
+- The engine's clock stands while the device does not compute for the executor.
+- Batches, prefix cache and preemption are those of `rose.pipeline.simulation.engine`, with a cost model from rates: a
+  step takes the time of one token, and each prompt token of the step adds its time.
 
 Pure; times are unix seconds, compute is in seconds of the device.
 
 Example, 500 tokens/s of prefill and 10 of decode
-    a turn of 100 new context tokens that samples 8 -> 0.2 s + 0.8 s of compute
+    a turn of 100 new context tokens that samples 8 -> a step of 0.3 s, and seven of 0.1 s
     with users who take half of the device          -> 2 s
 """
 
 import math
 import random
-from collections import OrderedDict
-from dataclasses import dataclass
+from bisect import bisect_left
 
 import msgspec
 
+from rose.pipeline.simulation.cost_model import (
+    CostModel,
+    Curve,
+    DecodeAttention,
+    Host,
+    Lifecycle,
+    Links,
+    Memory,
+    PrefillAttention,
+    Profile,
+    Shape,
+)
+from rose.pipeline.simulation.engine import Engine as SimulatedEngine
+from rose.pipeline.simulation.engine import EngineRequest, EngineResult
+from rose.pipeline.simulation.prefix_cache import Segment
 from rose.schemas.arrays import count, pack_logprobs, pack_tokens
 from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
@@ -33,8 +48,8 @@ VERSION = 0
 LEAST_TOKENS = 2
 """Least sampled tokens of a turn: one token and the stop token."""
 
-NEARLY = 1e-9
-"""Tolerance for rounding errors of float sums."""
+STEP_TOKENS = 8192
+"""Most tokens of a step."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,11 +57,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
-    """Rate of one sequence."""
+    """Rate of one sequence, while no prompt is computed."""
     max_turns: int
     """Most turns that run at once; each runs at the full rate."""
     kv_tokens: int
-    """Most tokens that turns may hold."""
+    """Most tokens that turns and cached prefixes may hold."""
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,141 +87,115 @@ def sampled_of(trajectory: str, turn: int, sampling: Sampling, lengths: Lengths)
     return pack_tokens([lengths.token] * (many - 1) + [sampling.stop_token_ids[0]]), "stop"
 
 
-@dataclass(slots=True, eq=False)
-class Work:
-    """One turn in the engine."""
-
-    name: str
-    trajectory: str
-    group: str
-    prompt_tokens: int
-    """Prompt tokens that the turn's group shares; 0 if nothing is shared."""
-    context_tokens: int
-    cached_tokens: int
-    tokens: bytes
-    """Tokens that the turn samples here."""
-    finish_reason: str
-    scheduled_at: float
-    prefill_left: float
-    """Prefill tokens that are left."""
-    sampled: float = 0.0
-    """Sampled tokens so far, including a fraction."""
-    first_token_at: float = 0.0
-    device_seconds: float = 0.0
-
-    @property
-    def done_tokens(self) -> int:
-        """Return the number of completely sampled tokens."""
-        return min(count(self.tokens), int(self.sampled + NEARLY))
+def profile_of(rates: Rates) -> Profile:
+    """Return the profile of a device with these rates."""
+    source = "the rates of an emulated executor"
+    nothing = Curve(source=source, counts=(1, 2), seconds=(0.0, 0.0))
+    return Profile(
+        name="emulated",
+        model="emulated",
+        card="emulated",
+        tensor_parallel=1,
+        shape=Shape(source=source, layers=1, kv_bytes_per_token=1, weight_bytes=1),
+        memory=Memory(source=source, kv_cache_tokens=rates.kv_tokens, block_tokens=1),
+        host=Host(source=source, step_seconds=1.0 / rates.decode_tokens_per_second, sequence_seconds=0.0),
+        linear=nothing,
+        output=nothing,
+        decode_attention=DecodeAttention(source=source, counts=(1, 2), seconds=(0.0, 0.0), context_token_seconds=0.0),
+        prefill_attention=PrefillAttention(
+            source=source, token_seconds=1.0 / rates.prefill_tokens_per_second, pair_seconds=0.0
+        ),
+        lifecycle=Lifecycle(source=source, wake_seconds=0.0, load_seconds=0.0),
+        links=Links(source=source, network_bytes_per_second=1e9, nvlink_bytes_per_second=0.0),
+    )
 
 
 class Engine:
     """The turns of one executor."""
 
     def __init__(self, rates: Rates) -> None:
-        self.rates = rates
-        self.running: dict[str, Work] = {}
-        """Running turns in order of arrival."""
-        self._cache: OrderedDict[str, int] = OrderedDict()
-        """Cached tokens of each trajectory or group, the least recently used first."""
-        self._cached = 0
+        self._engine = SimulatedEngine(
+            CostModel.of(profile_of(rates)),
+            max_running=rates.max_turns,
+            step_tokens=STEP_TOKENS,
+            kv_tokens=rates.kv_tokens,
+        )
+        self._outputs: dict[str, tuple[bytes, str]] = {}
+        """Tokens that each turn samples here, and its finish reason."""
+        self._prompts: dict[str, int] = {}
+        """Tokens of the prompt of each group whose first turns were here."""
+        self._clock = 0.0
+        """Seconds of compute so far."""
+        self._clocks: list[float] = []
+        self._times: list[float] = []
+        """Unix seconds of each look at the engine, and its clock then."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all turns."""
+        return list(self._outputs)
 
     @property
     def held_tokens(self) -> int:
         """Return the KV tokens that running turns hold."""
-        return sum(work.context_tokens + work.done_tokens for work in self.running.values())
+        return self._engine.held_tokens
 
-    def take(self, name: str, request: TurnRequest, context_tokens: int, rest: bytes, finish: str, now: float) -> None:
+    def take(self, name: str, request: TurnRequest, context_tokens: int, rest: bytes, finish: str) -> None:
         """Start a turn. `rest`: tokens that the turn samples here, after `context_tokens`."""
-        group = f"group {request.group_id}"
-        found = max(self._look_up(request.trajectory_id), self._look_up(group) if request.turn == 0 else 0)
-        cached = min(found, context_tokens - 1)
-        prompt = request.context_tokens if request.turn == 0 else 0
-        self.running[name] = Work(
-            name=name,
-            trajectory=request.trajectory_id,
-            group=group,
-            prompt_tokens=prompt,
-            context_tokens=context_tokens,
-            cached_tokens=cached,
-            tokens=rest,
-            finish_reason=finish,
-            scheduled_at=now,
-            prefill_left=context_tokens - cached,
+        if request.turn == 0:
+            self._prompts[request.group_id] = request.context_tokens
+        prompt = self._prompts.get(request.group_id, 0)
+        segments = (
+            Segment(f"group {request.group_id}", prompt),
+            Segment(request.trajectory_id, context_tokens - prompt),
         )
+        self._outputs[name] = rest, finish
+        self._engine.add(EngineRequest(name, segments, count(rest), self._clock), self._clock)
 
     def advance(self, seconds: float, now: float) -> list[TurnFinished]:
         """Compute for `seconds` up to `now`; return the turns that have ended."""
-        ended, prefill = [], seconds
-        decoding = [work for work in self.running.values() if work.prefill_left <= NEARLY]
-        left = dict.fromkeys((work.name for work in decoding), seconds)
-        for work in self.running.values():
-            if work.name in left:
-                continue
-            takes = min(prefill, work.prefill_left / self.rates.prefill_tokens_per_second)
-            prefill -= takes
-            work.prefill_left -= takes * self.rates.prefill_tokens_per_second
-            work.device_seconds += takes
-            if work.prefill_left > NEARLY:
-                break
-            self._computed(work)
-            left[work.name] = prefill
-        for name, more in left.items():
-            work = self.running[name]
-            work.device_seconds += more / self.rates.max_turns
-            work.sampled += more * self.rates.decode_tokens_per_second
-            if work.done_tokens and not work.first_token_at:
-                work.first_token_at = now
-            if work.done_tokens == count(work.tokens):
-                ended.append(self._leave(work, work.finish_reason, now))
-        return ended
+        if seconds > 0.0:
+            self._clock += seconds
+            self._clocks.append(self._clock)
+            self._times.append(now)
+        ended = self._engine.advance(self._clock)
+        return [self._finished(result, self._outputs[result.request.name][1], now) for result in ended]
 
     def give_up(self, name: str, now: float, reason: str = "") -> TurnFinished:
         """Remove a turn; return it with its sampled tokens."""
-        return self._leave(self.running[name], ABORTED, now, reason)
+        return self._finished(self._engine.abort(name, self._clock), ABORTED, now, reason)
 
     def youngest(self) -> str:
-        """Return the name of the turn with the fewest sampled tokens, of equal turns the newest."""
-        return min(self.running.values(), key=lambda work: (work.sampled, -work.scheduled_at)).name
+        """Return the name of the running turn that began last."""
+        return self._engine.youngest()
 
     def drop(self) -> None:
         """Drop the cache."""
-        self._cache.clear()
-        self._cached = 0
+        self._engine.drop_cache()
 
-    def _leave(self, work: Work, finish_reason: str, now: float, reason: str = "") -> TurnFinished:
-        del self.running[work.name]
-        many = work.done_tokens
-        if work.prefill_left <= NEARLY:
-            self._keep(work.trajectory, work.context_tokens + many)
+    def _finished(self, result: EngineResult, finish_reason: str, now: float, reason: str = "") -> TurnFinished:
+        name, many = result.request.name, result.sampled_tokens
+        tokens, _ = self._outputs.pop(name)
         sampled = SampledTokens(
-            tokens=work.tokens[: 4 * many],
+            tokens=tokens[: 4 * many],
             logprobs=pack_logprobs([-0.25 * (place % 8) for place in range(many)]),
             spans=(VersionSpan(0, many, VERSION),) if many else (),
         )
-        first_token_at = work.first_token_at if many else 0.0
         turn = FinishedTurn(
-            name=work.name,
+            name=name,
             sampled=sampled,
             finish_reason=finish_reason,
-            context_tokens=work.context_tokens,
-            cached_tokens=work.cached_tokens,
-            times=TurnTimes(scheduled_at=work.scheduled_at, first_token_at=first_token_at, finished_at=now),
+            context_tokens=result.request.context_tokens,
+            cached_tokens=result.cached_tokens,
+            times=TurnTimes(
+                scheduled_at=self._seen_at(result.scheduled_at, now) if result.scheduled_at or many else 0.0,
+                first_token_at=self._seen_at(result.first_token_at, now) if many else 0.0,
+                finished_at=now,
+            ),
         )
-        return TurnFinished(turn, device_seconds=work.device_seconds, reason=reason)
+        return TurnFinished(turn, device_seconds=result.device_seconds, reason=reason)
 
-    def _computed(self, work: Work) -> None:
-        work.prefill_left = 0.0
-        if work.prompt_tokens:
-            self._keep(work.group, work.prompt_tokens)
-
-    def _look_up(self, name: str) -> int:
-        if name in self._cache:
-            self._cache.move_to_end(name)
-        return self._cache.get(name, 0)
-
-    def _keep(self, name: str, tokens: int) -> None:
-        self._cached += tokens - self._cache.pop(name, 0)
-        self._cache[name] = tokens
-        while self._cached > self.rates.kv_tokens:
-            self._cached -= self._cache.popitem(last=False)[1]
+    def _seen_at(self, clock: float, now: float) -> float:
+        """Return the unix seconds of the first look at which the engine's clock had reached `clock`."""
+        place = bisect_left(self._clocks, clock)
+        return self._times[place] if place < len(self._times) else now

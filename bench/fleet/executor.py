@@ -244,7 +244,7 @@ class FleetExecutor:
             self._inbox.release(dispatch.key)
             return [self._refused(dispatch, "nothing of it is left to sample", Refusal.ENGINE, now)]
         self._keys[name] = dispatch.key, now
-        self._engine.take(name, request, count(resumed_context(dispatch, context)), rest, finish, now)
+        self._engine.take(name, request, count(resumed_context(dispatch, context)), rest, finish)
         return []
 
     def step(self, users: Step, idle_seconds: float, now: float) -> list[Output]:
@@ -348,7 +348,7 @@ class FleetExecutor:
         return "" if inbox.token_budget - inbox.tokens >= ROOM_TOKENS else USERS
 
     def _give_up(self, reason: str, now: float) -> list[TurnResult]:
-        back = [self._done(self._engine.give_up(name, now, reason)) for name in list(self._engine.running)]
+        back = [self._done(self._engine.give_up(name, now, reason)) for name in self._engine.names]
         for key in list(self._waiting):
             del self._waiting[key]
             back.append(self._refused(self._inbox.release(key), reason, Refusal.ROOM, now))
@@ -390,7 +390,7 @@ class FleetExecutor:
         return EngineStatus(
             version=self._version,
             device="emulated",
-            running=len(self._engine.running),
+            running=len(self._engine.names),
             waiting=0,
             kv_bytes_total=total,
             kv_bytes_free=max(0, total - self._engine.held_tokens * per_token),

@@ -40,6 +40,9 @@ class EngineRequest(NamedTuple):
     new_tokens: int
     """Tokens that the request samples, at least one."""
     arrived_at: float
+    blocks: tuple[str, ...] = ()
+    """Names of the blocks that the last segment and the sampled tokens fill, if these are cached by their content.
+    Without names, they are cached under the name of the last segment."""
 
     @property
     def context_tokens(self) -> int:
@@ -54,6 +57,7 @@ class Running:
     request: EngineRequest
     segments: tuple[Segment, ...]
     """The context, with the names of the segments in the cache."""
+    salt: int
     context_tokens: int
     """Tokens to compute before the next token is sampled: the context, and what was sampled before a preemption."""
     cached_tokens: int
@@ -469,7 +473,7 @@ class Engine:
         self.cache.take(own.name)
         self._held += max(0, cached - (context - own.tokens - sampled))
         self._tickets += 1
-        running = Running(request, segments, context, cached, at, cached, self._tickets, sampled)
+        running = Running(request, segments, self._salt, context, cached, at, cached, self._tickets, sampled)
         if waiting.device_seconds:
             running.cached_tokens, running.scheduled_at = waiting.cached_tokens, waiting.scheduled_at
             running.first_token_at, running.device_seconds = waiting.first_token_at, waiting.device_seconds
@@ -517,7 +521,12 @@ class Engine:
         self._held -= max(0, running.computed - before) + sampled
         block = self.cost.block_tokens
         computed = running.computed + max(0, sampled - 1)  # the last sampled token was no input yet
-        self.cache.put(last.name, max(0, computed // block * block - before))
+        whole = max(0, computed // block * block - before)
+        if running.request.blocks:
+            for name in reversed(running.request.blocks[: whole // block]):
+                self.cache.put(f"{running.salt}/{name}", block)
+        else:
+            self.cache.put(last.name, whole)
         for segment in reversed(shared):  # the end of a context is evicted before its beginning
             self.cache.release(segment.name)
         self.cache.shrink(max(0, self.kv_tokens - self._held))

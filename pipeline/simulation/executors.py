@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
@@ -43,6 +44,8 @@ class Work:
     segments: tuple[Segment, ...]
     new_tokens: int
     """Tokens that the whole turn samples."""
+    blocks: tuple[str, ...] = ()
+    """See `EngineRequest.blocks`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +58,16 @@ class Surroundings:
     work_of: Callable[[TurnDispatch], Work]
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     recorder: Recorder | None = None
+
+
+class AttemptFigures(NamedTuple):
+    """One answered attempt."""
+
+    key: TurnKey
+    device_seconds: float
+    sampled: bool
+    """Whether it sampled a token."""
+    ended_at: float
 
 
 class Executor:
@@ -86,6 +99,13 @@ class Executor:
         self._held: dict[str, tuple[TurnKey, float, int]] = {}
         """Turns in the engine: key, time of arrival, and version at the beginning."""
         self._offers: deque[tuple[float, int, int]] = deque()
+        self.attempts: list[AttemptFigures] = []
+        """Answered attempts, for the cost."""
+        self.lost_attempts = 0
+        """Attempts that were lost when the executor was killed."""
+        self.held: list[tuple[float, float]] = []
+        """Ended times in which the rollouts had its devices."""
+        self.held_since: float | None = None
         self._next_version: int | None = None
         self._looked_at = 0.0
         self._beats = False
@@ -93,6 +113,7 @@ class Executor:
     def start(self, first: float) -> None:
         """Begin to send heartbeats `first` seconds from now."""
         self.gone = False
+        self.held_since = self._events.now if self.held_since is None else self.held_since
         if not self._beats:
             self._beats = True
             self._events.repeat(self._around.heartbeat_seconds, self._beat, first=first)
@@ -125,7 +146,7 @@ class Executor:
         segments = (*shared, Segment(own.name, own.tokens + sampled))
         self._held[name] = dispatch.key, now, self.version
         self._catch_up()
-        self.engine.add(EngineRequest(name, segments, work.new_tokens - sampled, now), now)
+        self.engine.add(EngineRequest(name, segments, work.new_tokens - sampled, now, work.blocks), now)
         self.on_work()
 
     def on_work(self) -> None:
@@ -154,6 +175,16 @@ class Executor:
         self.engine.resume(self._events.now)
         self.on_work()
 
+    def _vanish(self) -> None:
+        self.gone = True
+        if self.held_since is not None:
+            self.held.append((self.held_since, self._events.now))
+            self.held_since = None
+
+    def held_times(self, now: float) -> list[tuple[float, float]]:
+        """Return the times up to now in which the rollouts had its devices."""
+        return [*self.held, (self.held_since, now)] if self.held_since is not None else self.held
+
     def speak(self) -> None:
         """Send heartbeats again."""
         self.silent = False
@@ -164,12 +195,13 @@ class Executor:
         self.gate.close(reason)
         self._return_turns(reason)
         self.heartbeat(ExecutorState.STOPPING)
-        self.gone = True
+        self._vanish()
 
     def kill(self) -> None:
         """Vanish: nothing is answered, and no heartbeat comes any more."""
         self._catch_up()
-        self.gone = True
+        self._vanish()
+        self.lost_attempts += len(self._held)
         for name in self.engine.names():
             self.engine.abort(name, self._events.now)
         self._held.clear()
@@ -276,7 +308,9 @@ class Executor:
         )
         if self._around.recorder is not None:
             self._around.recorder.add(HeldTurn(self.name, key, received_at, result, version, outcome))
-        done = TurnFinished(turn, device_seconds=result.device_seconds)
+        device_seconds = self.cost.tensor_parallel * result.device_seconds
+        self.attempts.append(AttemptFigures(key, device_seconds, bool(many), result.finished_at))
+        done = TurnFinished(turn, device_seconds=device_seconds)
         self._send(finished_result(self._start, dispatch, done, outcome, reason, received_at=received_at))
 
     def _send(self, result: TurnResult) -> None:

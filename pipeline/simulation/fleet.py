@@ -33,6 +33,7 @@ from rose.pipeline.simulation.recorder import Recorder
 from rose.pipeline.simulation.rollout import Rollout
 from rose.pipeline.simulation.scenario import Elastic, Failure, Lending, Pool, Scenario
 from rose.pipeline.simulation.trainer import Trainer
+from rose.pipeline.simulation.trajectory_plans import GroupPlans, drawn_plans
 from rose.pipeline.simulation.users import Arrivals, least_loaded
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import SlackHeartbeat
@@ -61,8 +62,11 @@ class Cell:
 class Fleet:
     """All roles of one run."""
 
-    def __init__(self, scenario: Scenario, recorder: Recorder | None = None) -> None:
-        """`recorder`: keeps what a trace and a report show; None keeps nothing."""
+    def __init__(self, scenario: Scenario, recorder: Recorder | None = None, plans: GroupPlans | None = None) -> None:
+        """`recorder`: keeps what a trace and a report show; None keeps nothing.
+
+        `plans`: what the trajectories of each group do; None draws the plans from the scenario's tasks.
+        """
         self.scenario = scenario
         self.events = EventQueue()
         self.executors: dict[str, Executor] = {}
@@ -81,7 +85,8 @@ class Fleet:
             heartbeat_seconds=scenario.heartbeat_seconds,
             recorder=recorder,
         )
-        self.rollout = Rollout(scenario.tasks, scenario.seed, self.events, self._from_environment, self._on_sample)
+        plans = plans or drawn_plans(scenario.tasks, scenario.seed)
+        self.rollout = Rollout(plans, self.events, self._from_environment, self._on_sample)
         self.trainer = Trainer(scenario, self.events, self.rollout, self._publish)
         self.cells = [Cell(number, self._router()) for number in range(scenario.cells)]
         self.control: ElasticityCore | None = None

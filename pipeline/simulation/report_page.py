@@ -14,6 +14,7 @@ from rose.pipeline.report.history import LenderStatus, RunHistory, Swap, Traject
 from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.report.summary import RunMetadata, Success, describe_machine, summarise
 from rose.pipeline.report.write import PageTexts, report_html
+from rose.pipeline.simulation.costs import simulated_cost
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder
 from rose.pipeline.simulation.recorder import Swap as RecordedSwap
@@ -41,6 +42,7 @@ def simulation_page(fleet: Fleet, recorder: Recorder, *, name: str) -> str:
         ),
         run=name,
         seed=fleet.scenario.seed,
+        cost=simulated_cost(fleet),
         lending=None
         if lending is None
         else summarise_lending(
@@ -135,7 +137,7 @@ def _trajectory(sample: Sample, turns: Counter[str]) -> TrajectoryFact:
         failure=sample.failure,
         turns=turns[sample.trajectory_id],
         sampled_tokens=int(sample.info["sampled"]),
-        first_version=sample.oldest_version,
+        first_version=-1,  # a simulated policy does not learn, so the page has no learning curve
         completed_at=sample.completed_at,
     )
 

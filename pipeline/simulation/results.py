@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rose.pipeline.simulation.costs import simulated_cost
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.pipeline.simulation.rollout import TurnFigures
@@ -87,6 +88,11 @@ class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Trained trajectories that solved their task, in all steps."""
     device_seconds: dict[str, float]
     """Engine time of all settled trajectories by worker class."""
+    gpu_hours_per_answer: float | None
+    """Device time of the whole run for each correct answer; None without a correct answer."""
+    cost_per_answer: float | None
+    """Cost of each correct answer; None without prices, or without a correct answer."""
+    currency: str
     users: UserFigures | None
     alone: UserFigures | None = None
     """Figures of the users if the fleet only serves; None without users."""
@@ -152,6 +158,8 @@ def arm_figures(fleet: Fleet) -> ArmFigures:
     seconds = steps[-1].ended_at - steps[0].began_at
     engines = [each.engine for each in fleet.executors.values()] + [each.engine for each in fleet.serving]
     settled = fleet.trainer.figures.settled
+    cost = simulated_cost(fleet)
+    device_seconds = cost.device_seconds_per_correct
     return ArmFigures(
         simulated_seconds=fleet.events.now,
         measured_steps=len(steps),
@@ -172,6 +180,9 @@ def arm_figures(fleet: Fleet) -> ArmFigures:
         outcomes=dict(_outcomes(fleet)),
         correct=sum(step.correct for step in fleet.trainer.figures.steps),
         device_seconds=reduce(add_device_seconds, (sample.device_seconds for sample, _, _ in settled), {}),
+        gpu_hours_per_answer=None if device_seconds is None else device_seconds / 3600,
+        cost_per_answer=cost.cost_per_correct,
+        currency=cost.currency,
         users=user_figures(fleet),
         events=fleet.events.handled,
     )

@@ -1,14 +1,12 @@
 """Simulated environment workers: groups, trajectories, and the turns that they request.
 
 Keeps true
-- What a trajectory does depends on the seed and its name alone: every arm samples the same tokens in the same turns.
+- A trajectory does what its plan says, whenever its turns are answered.
 - A trajectory has one open turn at most, applies each turn once, and ends in one sample.
 
 Units: seconds, tokens.
 """
 
-import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,7 +15,7 @@ from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.executors import Work
 from rose.pipeline.simulation.prefix_cache import Segment
-from rose.pipeline.simulation.scenario import TaskKind, Tasks
+from rose.pipeline.simulation.trajectory_plans import GroupPlans, TrajectoryPlan
 from rose.schemas.arrays import count, pack_tokens
 from rose.schemas.prompts import Sampling, trajectory_id
 from rose.schemas.sampled_tokens import VersionSpan
@@ -74,22 +72,18 @@ class TurnFigures:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One trajectory and its draws."""
+    """One trajectory that has not ended."""
 
     name: str
     group: str
-    kind: TaskKind
-    turns: int
-    pace: float
-    """Factor of its sampled tokens relative to the median."""
-    solved: bool
+    group_size: int
+    plan: TrajectoryPlan
     context_tokens: int
+    """Tokens of the context of the present turn."""
     turn: int = 0
-    new_tokens: int = 0
     oldest_version: int | None = None
     sampled_tokens: int = 0
     device_seconds: dict[str, float] = field(default_factory=dict)
-    draw: random.Random = field(default_factory=random.Random)
 
 
 class Rollout:
@@ -97,8 +91,7 @@ class Rollout:
 
     def __init__(
         self,
-        tasks: Tasks,
-        seed: int,
+        plans: GroupPlans,
         events: EventQueue,
         request: Callable[[ReceivedRequest], None],
         on_sample: Callable[[Sample], None],
@@ -110,38 +103,27 @@ class Rollout:
         """Trajectories that have ended."""
         self.turns: list[TurnFigures] = []
         self.live: dict[str, Trajectory] = {}
-        self._tasks = tasks
-        self._seed = seed
+        self._plans = plans
         self._events = events
         self._request = request
         self._on_sample = on_sample
 
     def open_group(self) -> None:
         """Open the next group: its environments are reset, and then request their first turns."""
-        number = self.opened
-        kinds = self._tasks.kinds or (self._tasks,)
-        kind = kinds[number % len(kinds)]
+        group, plans = f"g{self.opened}", self._plans(self.opened)
         self.opened += 1
-        group = f"g{number}"
-        draw = random.Random(f"{self._seed}/{group}")
-        chance = _chance(kind, draw)
-        for index in range(self._tasks.group_size):
+        for index, plan in enumerate(plans):
             name = trajectory_id(group, index)
-            own = random.Random(f"{self._seed}/{name}")
-            turns = min(kind.max_turns, max(1, round(_around(own, kind.turns, kind.turns_spread))))
-            pace = math.exp(own.gauss(0.0, kind.trajectory_spread))
-            solved = own.random() < chance
-            self.live[name] = Trajectory(name, group, kind, turns, pace, solved, kind.prompt_tokens, draw=own)
-            self._events.after(kind.reset_seconds, partial(self._ask, name))
+            self.live[name] = Trajectory(name, group, len(plans), plan, plan.turns[0].observed_tokens)
+            self._events.after(plan.reset_seconds, partial(self._ask, name))
 
     def work_of(self, dispatch: TurnDispatch) -> Work:
         """Return what a dispatched turn will do."""
         trajectory = self.live[dispatch.request.trajectory_id]
-        prompt = trajectory.kind.prompt_tokens
-        own = trajectory.context_tokens - prompt
-        return Work(
-            (Segment(f"prompt {trajectory.group}", prompt), Segment(trajectory.name, own)), trajectory.new_tokens
-        )
+        first, turn = trajectory.plan.turns[0], trajectory.plan.turns[trajectory.turn]
+        own = trajectory.context_tokens - first.observed_tokens
+        shared = Segment(f"prompt {trajectory.group}", first.observed_tokens)
+        return Work((shared, Segment(trajectory.name, own)), turn.new_tokens)
 
     def on_result(self, result: TurnResult) -> None:
         """Apply a result: the environment makes a step, or the trajectory ends."""
@@ -158,17 +140,14 @@ class Rollout:
         )
         trajectory.sampled_tokens += sampled
         trajectory.device_seconds = add_device_seconds(trajectory.device_seconds, result.device_seconds)
-        kind, draw = trajectory.kind, trajectory.draw
-        seconds = _around(draw, kind.environment_seconds, kind.environment_spread)
+        seconds = trajectory.plan.turns[trajectory.turn].environment_seconds
         self._count(result, sampled, version, seconds)
         trajectory.context_tokens += sampled
         trajectory.turn += 1
-        observed = max(1, round(_around(draw, kind.observation_tokens, kind.observation_spread)))
-        room = kind.context_tokens - trajectory.context_tokens - observed
-        if trajectory.turn == trajectory.turns or room < kind.max_turn_tokens:
+        if trajectory.turn == len(trajectory.plan.turns):
             self._events.after(seconds, lambda: self._end(trajectory))
             return
-        trajectory.context_tokens += observed
+        trajectory.context_tokens += trajectory.plan.turns[trajectory.turn].observed_tokens
         self._events.after(seconds, lambda: self._ask(trajectory.name))
 
     def _count(self, result: TurnResult, sampled: int, version: int, environment_seconds: float) -> None:
@@ -198,9 +177,6 @@ class Rollout:
 
     def _ask(self, name: str) -> None:
         trajectory = self.live[name]
-        kind = trajectory.kind
-        drawn = _around(trajectory.draw, kind.new_tokens * trajectory.pace, kind.turn_spread)
-        trajectory.new_tokens = min(kind.max_turn_tokens, max(1, round(drawn)))
         request = TurnRequest(
             trajectory_id=name,
             group_id=trajectory.group,
@@ -211,7 +187,7 @@ class Rollout:
             context_tokens=trajectory.context_tokens,
             digest=NO_DIGEST,
             chain=(0,) if trajectory.turn else (),
-            sampling=_sampling(kind.max_turn_tokens),
+            sampling=_sampling(trajectory.plan.max_turn_tokens),
             requested_at=self._events.now,
             patience_seconds=PATIENCE_SECONDS,
         )
@@ -224,7 +200,7 @@ class Rollout:
             turn=0,
             attempt=0,
             worker="",
-            sampling=_sampling(trajectory.kind.max_turn_tokens),
+            sampling=_sampling(trajectory.plan.max_turn_tokens),
             start=1,
             end=2,
             cached_tokens=0,
@@ -236,7 +212,7 @@ class Rollout:
             Sample(
                 trajectory_id=trajectory.name,
                 group_id=trajectory.group,
-                group_size=self._tasks.group_size,
+                group_size=trajectory.group_size,
                 model_id=ENVIRONMENT,
                 environment=ENVIRONMENT,
                 seed=0,
@@ -245,8 +221,8 @@ class Rollout:
                 logprobs=pack_tokens([0, 0]),
                 spans=() if version is None else (VersionSpan(1, 2, version),),
                 turns=(times,),
-                reward=None if failure else float(trajectory.solved),
-                success=None if failure else trajectory.solved,
+                reward=None if failure else float(trajectory.plan.solved),
+                success=None if failure else trajectory.plan.solved,
                 failure=failure,
                 info={"tokens": trajectory.context_tokens, "sampled": trajectory.sampled_tokens},
                 device_seconds=trajectory.device_seconds,
@@ -257,18 +233,6 @@ class Rollout:
 
 
 ENDS_TURN = (TurnOutcome.COMPLETED, TurnOutcome.FAILED)
-
-
-def _around(draw: random.Random, median: float, spread: float) -> float:
-    """Draw from a log-normal distribution."""
-    return median * math.exp(draw.gauss(0.0, spread))
-
-
-def _chance(kind: TaskKind, draw: random.Random) -> float:
-    """Draw a group's probability of success."""
-    if not 0.0 < kind.solved < 1.0:
-        return kind.solved
-    return draw.betavariate(kind.solved * kind.hardness, (1.0 - kind.solved) * kind.hardness)
 
 
 @cache

@@ -151,6 +151,8 @@ class Training(Part, frozen=True, kw_only=True):
     """In versions; a synchronous trainer trains on the newest version only."""
     algorithm: Literal["grpo", "dapo"] = "grpo"
     """`dapo` samples dynamically: a group whose rewards are all equal is replaced by another group."""
+    colocated: bool = False
+    """Whether the trainer computes on the GPUs of the dedicated engines, so that their time costs once."""
     parameters: Annotated[float, Meta(gt=0, le=1e13)] = 8e9
     gpus: Positive = 16
     flops_per_gpu: Annotated[float, Meta(gt=0, le=1e17)] = 989e12
@@ -196,6 +198,17 @@ class Failure(Part, frozen=True, kw_only=True):
     """The run may end later than a run without failures by `for_seconds` and this time."""
 
 
+class PriceList(Part, frozen=True, kw_only=True):
+    """Prices of one device for one hour."""
+
+    currency: str
+    dedicated: Seconds
+    borrowed: Seconds
+    trainer: Seconds
+    dedicated_by_device: dict[str, Seconds] = {}
+    borrowed_by_device: dict[str, Seconds] = {}
+
+
 class Scenario(Part, frozen=True, kw_only=True):
     """A fleet, its users, tasks and trainer."""
 
@@ -215,6 +228,8 @@ class Scenario(Part, frozen=True, kw_only=True):
     hop_seconds: Seconds = 0.01
     """Time of a record on the bus."""
     heartbeat_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    prices: PriceList | None = None
+    """None: costs are in device time only."""
     failures: tuple[Failure, ...] = ()
     most_seconds: Annotated[float, Meta(gt=0, le=1e9)] = 200_000.0
     """Simulated seconds after which the run counts as stalled."""

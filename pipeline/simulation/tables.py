@@ -34,7 +34,7 @@ def print_checks(console: Console, found: Sequence[Check]) -> None:
 def _rollouts(result: ScenarioResult) -> Table:
     """Return the table of training steps and turns; `x` columns are `rose` over the arm."""
     names = ("arm", "step s", "rollout s", "trained/h", "tokens/s", "x throughput", "x rollout", "x paper")
-    table = _table(*names, "wait p50 s", "wait p99 s", "reused", "lent GPU h")
+    table = _table(*names, "wait p50 s", "wait p99 s", "reused", "lent GPU h", "an answer")
     for arm, figures in result.arms.items():
         over = result.over.get(arm)
         paper = None if over is None else over.paper
@@ -52,8 +52,17 @@ def _rollouts(result: ScenarioResult) -> Table:
             f"{figures.wait_p99:.2f}",
             f"{figures.reused_share:.1%}",
             f"{figures.lent_gpu_hours:,.2f}",
+            _answer_cost(figures),
         )
     return table
+
+
+def _answer_cost(figures: ArmFigures) -> str:
+    """Return what a correct answer costs: in the currency of the prices, or in GPU time without prices."""
+    if figures.cost_per_answer is not None:
+        return f"{figures.cost_per_answer:,.4f} {figures.currency}"
+    hours = figures.gpu_hours_per_answer
+    return "-" if hours is None else f"{60 * hours:,.2f} GPU min"
 
 
 def _users(result: ScenarioResult) -> Table:

@@ -185,18 +185,29 @@ def test_turn_in_parts_equals_an_uninterrupted_turn(times: list[float]) -> None:
 def test_turn_time_follows_the_rates_and_a_cached_prefix_shortens_the_turn() -> None:
     engine = Engine(RATES)
     turn_request = request("g:0", context=100, sampling=SAMPLING)
-    engine.take("first", turn_request, 100, bytes(4 * 8), "stop", 0.0)
+    engine.take("first", turn_request, 100, bytes(4 * 8), "stop")
     assert not engine.advance(0.99, 0.99)
     [done] = engine.advance(0.02, 1.01)
     assert (done.turn.cached_tokens, count(done.turn.sampled.tokens), done.device_seconds) == (
         0,
         8,
-        pytest.approx(0.2 + 0.81 / 2),
+        pytest.approx(0.3 + 7 * 0.1),
     )
-    engine.take("second", request("g:0", 1, context=110, sampling=SAMPLING), 110, bytes(4 * 8), "stop", 2.0)
+    engine.take("second", request("g:0", 1, context=110, sampling=SAMPLING), 110, bytes(4 * 8), "stop")
     assert not engine.advance(0.8, 2.8)
     [done] = engine.advance(0.02, 2.82)
-    assert done.turn.cached_tokens == 108
+    assert done.turn.cached_tokens == 107  # the last sampled token was never computed
+
+
+def test_turns_that_decode_together_share_the_time_of_their_steps_and_wait_for_a_prefill() -> None:
+    engine = Engine(RATES)
+    engine.take("first", request("g:0", context=50, sampling=SAMPLING), 50, bytes(4 * 11), "stop")
+    assert not engine.advance(0.25, 0.25)  # a step of 0.2 s, and half of the next one
+    engine.take("second", request("h:0", context=100, sampling=SAMPLING), 100, bytes(4 * 2), "stop")
+    [second] = engine.advance(0.46, 0.71)  # waits 0.05 s, then a step of 0.3 s with its prefill and one of 0.1 s
+    assert second.turn.name == "second" and second.device_seconds == pytest.approx(0.3 * 100 / 101 + 0.1 / 2)
+    [first] = engine.advance(0.7, 1.4)  # its eleventh token: 0.2 + 10 * 0.1, and 0.2 s of the other's prefill
+    assert first.device_seconds + second.device_seconds == pytest.approx(1.4)
 
 
 def test_lender_lends_from_its_grant_until_its_lease_expires() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rose.pipeline.cli import simulate
 from rose.pipeline.cli.simulate import Outputs, simulate_all, simulate_one
 from rose.schemas.errors import UsageError
-from tests.support.simulation_arms import TINY, write_scenario
+from tests.support.simulated_scenario import TINY, write_scenario
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""A simulated lender serves first: a user waits at most for a layer, memory is cut without a loss, a parked guest is empty."""
+"""A simulated lender serves first, gives memory back without losing a turn, and holds nothing while it is parked."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from rose.pipeline.simulation.engine import EngineRequest, EngineResult
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.lender import LendingServer
 from rose.pipeline.simulation.prefix_cache import Segment
-from rose.schemas.heartbeats import SlackHeartbeat
 from tests.support.simulation_fixtures import PROFILE, scenario
 
 

@@ -12,8 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from rose.pipeline.accounting.cost import cost_of
+from rose.pipeline.accounting.prices import Prices
 from rose.pipeline.report.lending_statistics import LatencyBudgets, seconds_of_lending, summarise_lending
 from rose.pipeline.simulation.comparison import run_arms
+from rose.pipeline.simulation.costs import simulated_usage
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder
@@ -35,7 +38,7 @@ from rose.pipeline.simulation.results import (
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.scenario import Failure, Scenario, load_scenario
 from rose.pipeline.simulation.trace import encode_trace
-from tests.support.simulation_arms import write_scenario
+from tests.support.simulated_scenario import write_scenario
 
 
 @cache
@@ -234,7 +237,23 @@ def test_report_shows_the_simulation_as_a_log_would() -> None:
     assert lending is not None
     assert lending.kept == pytest.approx(figures.users.kept)
     assert lending.undrawn == 0 and lending.turns > 0
-    assert lending.ttft_p50 == pytest.approx(figures.users.ttft_p50, rel=0.05)
+    first = sorted(each.first_token_seconds or 0.0 for each in served)
+    assert figures.users.ttft_p50 == pytest.approx(first[(len(first) - 1) // 2], rel=0.01)
+
+
+def test_device_time_is_that_of_the_engines_and_of_the_trainer() -> None:
+    result, fleets, _ = finished()
+    fleet = fleets["rose"]
+    cost = cost_of(simulated_usage(fleet), Prices())
+    seconds: Counter[str] = Counter()
+    for line in cost.lines:
+        seconds[line.device_class] += line.device_seconds  # type: ignore[assignment]
+    lenders = sum(lender.engine.busy_seconds for lender in fleet.lenders)
+    assert seconds["dedicated"] == pytest.approx(fleet.events.now), "one card, held all the time"
+    assert seconds["borrowed"] == pytest.approx(lenders, rel=0.02)
+    assert seconds["trainer"] == pytest.approx(fleet.events.now * fleet.scenario.training.gpus)
+    assert cost.trained == result.arms["rose"].outcomes["trained"]
+    assert cost.correct >= result.arms["rose"].correct > 0
 
 
 def test_report_page_says_that_it_is_simulated() -> None:
@@ -245,7 +264,8 @@ def test_report_page_says_that_it_is_simulated() -> None:
     assert "none was lost and none counted twice" in text
     for untrue in ("real users", "Kafka", "1970", "Held-out"):
         assert untrue not in text
-    for chart in ("lending", "occupancy", "timeline", "latency", "steps"):
+    assert 'id="learning"' not in text, "a simulated policy does not learn"
+    for chart in ("lending", "occupancy", "timeline", "latency", "steps", "cost_fates"):
         assert f'id="{chart}"' in text
 
 

@@ -1,0 +1,236 @@
+"""Compares a live run of emulated executors with its simulation.
+
+    python -m bench.simulation_live                      64 executors on the embedded broker
+    KAFKA_HOME=... python -m bench.simulation_live       on Apache Kafka
+    python -m bench.simulation_live --executors 16 --groups 12
+
+The live run is that of `bench.elastic`, arm `fixed`: a real bus, router and environment worker, and executors whose
+compute is emulated (`bench.fleet`). The simulation has the same engines, the same prompts and sampled tokens. It takes
+two figures of the live run, the mean time of a record on the bus and the environment's time, because neither is
+modelled. Nothing else of the simulation depends on the live run.
+
+- `rollout`: difference of the seconds from the first request to the last sample.
+- `workers`: turns by executor, half of the sum of the differences, relative to all turns. Equal executors are
+  compared in order of their turns: which of them is first is chance.
+- `cached`: difference of the prompt tokens found in caches, relative to all prompt tokens of the live run's caches.
+
+`--runs` repeats the live run; a check is of the run in the middle, and the rows show all. `--json FILE` writes one
+object with `checks` and all rows. Exit status 1 if a bound is missed.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.broker import scratch_broker
+from bench.check import Check, keep, options, say
+from bench.fleet.arms import LENGTHS, RATES, Shape, prompts_of, specs_of
+from bench.fleet.engine import STEP_TOKENS, profile_of
+from bench.fleet.fleet import Plan
+from bench.fleet.rollout import MOST_TOKENS, job_of, rollout
+from bench.legs import on_the_bus
+from rose.pipeline.simulation.cost_model import write_profile
+from rose.pipeline.simulation.fleet import Fleet
+from rose.pipeline.simulation.scenario import Elastic, Pool, Scenario, Tasks, Training
+from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
+from rose.schemas.samples import Sample
+from rose.topics.settings import BusSettings
+from rose.workers.loadgen.config import TRACE_FILE
+
+GROUPS = "live."
+"""Prefix of the names of the counted groups."""
+
+WARM_GROUPS, WARM_GROUP_SIZE, WARM_TURNS = 4, 16, 2
+"""Number, size and turns of the groups that are not counted: processes are cold."""
+
+RECORDS_OF_A_TURN = 3
+"""Request, dispatch and result."""
+
+ROLLOUT_TOLERANCE, COUNT_TOLERANCE = 0.10, 0.15
+
+
+class Figures(NamedTuple):
+    """A rollout, live or simulated."""
+
+    seconds: float
+    turns: list[int]
+    """Turns by executor, in ascending order."""
+    cached_tokens: int
+    context_tokens: int
+
+
+class Live(NamedTuple):
+    """A live rollout, and what its simulation takes from it."""
+
+    figures: Figures
+    plans: list[list[TrajectoryPlan]]
+    """The trajectories of each group."""
+    hop_seconds: float
+    """Mean time of a record on the bus."""
+
+
+def run_live(settings: BusSettings, executors: int, groups: int, group_size: int, folder: Path) -> Live:
+    """Run a rollout on emulated executors. Raises Stalled."""
+    shape = Shape(
+        dedicated=executors,
+        lenders=0,
+        groups=groups,
+        group_size=group_size,
+        trace=TRACE_FILE,
+        speed=1.0,
+        allocation_delay=0.0,
+        wake=0.0,
+    )
+    plan = Plan(
+        bus=settings,
+        job=job_of(settings),
+        executors=specs_of(shape, "fixed"),
+        lengths=LENGTHS,
+        journal=str(folder / "journal.jsonl"),
+    )
+    prompts = prompts_of(GROUPS, groups, group_size)
+    with rollout(settings, plan, folder, groups=groups, control=None) as running:
+        warm = prompts_of("warm.", WARM_GROUPS, WARM_GROUP_SIZE, most_turns=WARM_TURNS)
+        running.submit(warm, go=False)
+        running.until(lambda: running.ended(warm))
+        running.submit(prompts)
+        running.until(lambda: running.ended(prompts))
+        running.fleet.stop()
+    samples = [sample for sample in running.trainer.samples if sample.group_id.startswith(GROUPS)]
+    return live_of(samples)
+
+
+def live_of(samples: Sequence[Sample]) -> Live:
+    """Return the figures of a live rollout."""
+    turns = [turn for sample in samples for turn in sample.turns]
+    began = min(turn.times.requested_at for turn in turns)
+    figures = Figures(
+        seconds=max(sample.completed_at for sample in samples) - began,
+        turns=sorted(Counter(turn.worker for turn in turns).values()),
+        cached_tokens=sum(turn.cached_tokens for turn in turns),
+        context_tokens=sum(turn.start for turn in turns),
+    )
+    groups: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in sorted(samples, key=lambda each: (each.group_id, int(each.trajectory_id.rpartition(":")[2]))):
+        groups[sample.group_id].append(sample)
+    plans = [[plan_of(sample) for sample in members] for members in groups.values()]
+    hop = statistics.fmean(on_the_bus(turn.times) for turn in turns) / RECORDS_OF_A_TURN
+    return Live(figures, plans, hop)
+
+
+def plan_of(sample: Sample) -> TrajectoryPlan:
+    """Return what a trajectory did: its tokens, and the environment's time."""
+    turns, known = [], 0
+    for turn in sample.turns:
+        turns.append(PlannedTurn(turn.start - known, turn.end - turn.start, turn.environment_seconds))
+        known = turn.end
+    return TrajectoryPlan(tuple(turns), 0.0, MOST_TOKENS, bool(sample.success))
+
+
+def simulate(live: Live, executors: int, folder: Path) -> Figures:
+    """Simulate the rollout."""
+    profile = folder / "emulated.toml"
+    profile.write_text(write_profile(profile_of(RATES)), encoding="utf-8")
+    scenario = Scenario(
+        name="live",
+        dedicated=(Pool(profile=str(profile), count=executors, max_turns=RATES.max_turns, step_tokens=STEP_TOKENS),),
+        elastic=Elastic(how="none"),
+        tasks=Tasks(groups=len(live.plans), group_size=len(live.plans[0]), max_turn_tokens=MOST_TOKENS),
+        training=Training(steps=1),
+        hop_seconds=live.hop_seconds,
+    )
+    fleet = Fleet(scenario, plans=lambda number: live.plans[number])
+    fleet.run()
+    turns = fleet.rollout.turns
+    began = min(turn.requested_at for turn in turns)
+    return Figures(
+        seconds=fleet.trainer.figures.steps[0].collected_at - began,
+        turns=sorted(Counter(turn.worker for turn in turns).values()),
+        cached_tokens=sum(turn.cached_tokens for turn in turns),
+        context_tokens=sum(turn.context_tokens for turn in turns),
+    )
+
+
+def differences(live: Figures, simulated: Figures) -> dict[str, float]:
+    """Return the relative differences of a simulation from its live run."""
+    missing = [0] * (len(live.turns) - len(simulated.turns))
+    moved = sum(abs(one - other) for one, other in zip(live.turns, [*missing, *simulated.turns], strict=True))
+    return {
+        "rollout": simulated.seconds / live.seconds - 1.0,
+        "workers": moved / 2 / sum(live.turns),
+        "cached": simulated.cached_tokens / live.cached_tokens - 1.0,
+    }
+
+
+def checks_of(rows: Iterable[dict[str, float]]) -> list[Check]:
+    """Return the checks: the difference in the middle of all runs, whatever its sign."""
+    rows = list(rows)
+    bounds = {"rollout": ROLLOUT_TOLERANCE, "workers": COUNT_TOLERANCE, "cached": COUNT_TOLERANCE}
+    return [
+        Check(
+            name,
+            statistics.median(abs(row[name]) for row in rows),
+            "of the live run",
+            bound,
+            "max",
+            "the live run",
+            {"runs": len(rows), "largest": round(max(abs(row[name]) for row in rows), 4)},
+        )
+        for name, bound in bounds.items()
+    ]
+
+
+def main() -> None:
+    """Run the comparison; see the module."""
+    parser = options(__doc__)
+    parser.add_argument("--executors", type=_positive, default=64)
+    parser.add_argument("--groups", type=_positive, default=96, help="groups of trajectories")
+    parser.add_argument("--group-size", type=_positive, default=8)
+    parser.add_argument("--runs", type=_positive, default=1)
+    arguments = parser.parse_args()
+    rows = []
+    folder = Path(tempfile.mkdtemp(prefix="rose-simulation-live-"))
+    for number in range(arguments.runs):
+        with scratch_broker() as broker:
+            live = run_live(
+                broker.settings(f"run{number}."), arguments.executors, arguments.groups, arguments.group_size, folder
+            )
+            name = broker.name
+        began = time.perf_counter()
+        simulated = simulate(live, arguments.executors, folder)
+        rows.append(
+            {
+                **differences(live.figures, simulated),
+                "live_seconds": live.figures.seconds,
+                "simulated_seconds": simulated.seconds,
+                "live_reused": live.figures.cached_tokens / live.figures.context_tokens,
+                "simulated_reused": simulated.cached_tokens / simulated.context_tokens,
+                "turns": float(sum(live.figures.turns)),
+                "hop_milliseconds": 1000 * live.hop_seconds,
+                "processor_seconds_of_simulation": time.perf_counter() - began,
+            }
+        )
+        say(f"run {number}: {rows[-1]}")
+    checks = checks_of(rows)
+    if not keep({"broker": name, "checks": checks, "runs": rows}, arguments.json):
+        print(f"broker: {name}; {arguments.executors} emulated executors")
+        print(*rows, *checks, sep="\n")
+    shutil.rmtree(folder)
+    sys.exit(not all(check.met for check in checks))
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or text == "0":
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()
