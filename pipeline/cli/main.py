@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rose.pipeline.cli.simulator import calibrate, simulate
+from rose.pipeline.cli.simulator import calibrate, estimate, simulate
 from rose.pipeline.cli.topics import topics
 from rose.pipeline.config.options import Common, keep_docstring, with_common
 from rose.pipeline.terminal import (
@@ -445,6 +445,7 @@ def report(common: Common) -> None:
 
 
 app.command(rich_help_panel=LOOKING)(simulate)
+app.command(rich_help_panel=LOOKING)(estimate)
 app.command(rich_help_panel=LOOKING)(calibrate)
 
 

@@ -1,6 +1,7 @@
 """Users that follow recordings: engines are as busy as recorded, minute by minute, and contradictions are refused."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def busy_by_minute(recording: Path, *, engines: int, minutes: int, seed: int = 1
     found = [0.0]
     fleet.events.repeat(60.0, lambda: found.append(sum(each.engine.busy_seconds for each in fleet.serving)), first=60.0)
     fleet.events.run_until(lambda: len(found) > minutes, latest=math.inf)
-    return [(after - before) / 60 / engines for before, after in zip(found, found[1:], strict=False)]
+    return [(after - before) / 60 / engines for before, after in pairwise(found)]
 
 
 def mean(values: list[float]) -> float:
