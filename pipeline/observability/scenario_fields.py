@@ -64,6 +64,8 @@ def _type(kind: inspect.Type) -> str:
         case inspect.IntType() | inspect.FloatType():
             name = "whole number" if isinstance(kind, inspect.IntType) else "number"
             return name + _bounds(kind)
+        case inspect.BoolType():
+            return "`true` or `false`"
         case inspect.StrType():
             return "text"
         case inspect.DictType(value_type=value):
