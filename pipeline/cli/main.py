@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rose.pipeline.cli.simulator import calibrate, simulate
+from rose.pipeline.cli.simulator import calibrate, estimate, simulate
 from rose.pipeline.cli.topics import topics
 from rose.pipeline.config.options import Common, keep_docstring, with_common
 from rose.pipeline.terminal import (
@@ -185,6 +185,12 @@ def lend(
     observe: Annotated[
         bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="FILE.csv", help="With --observe: append a row of load and idle time every 10 s."
+        ),
+    ] = None,
 ) -> None:
     """Run a vLLM server that lends idle capacity to rollouts, or lend an existing server over HTTP."""
     from rose.pipeline.cli.roles import run_endpoint_role, run_lender_role
@@ -192,8 +198,10 @@ def lend(
     common = common.with_overrides(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
     if (model is None) == (endpoint is None) or (endpoint and (flags or observe)):
         raise UsageError("give --model FOLDER, with vLLM's flags after two dashes, or --endpoint URL alone")
+    if record is not None and not observe:
+        raise UsageError("--record records an observed server: give --observe too")
     if model is not None:
-        run_lender_role(common, model, flags or [], observe=observe)
+        run_lender_role(common, model, flags or [], observe=observe, record=record)
     else:
         run_endpoint_role(common)
 
@@ -437,6 +445,7 @@ def report(common: Common) -> None:
 
 
 app.command(rich_help_panel=LOOKING)(simulate)
+app.command(rich_help_panel=LOOKING)(estimate)
 app.command(rich_help_panel=LOOKING)(calibrate)
 
 

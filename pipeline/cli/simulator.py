@@ -1,4 +1,4 @@
-"""`rose simulate` and `rose calibrate`: the options of the simulator's commands.
+"""`rose simulate`, `rose estimate` and `rose calibrate`: the options of the simulator's commands.
 
 Keeps true: `rose --help` is fast: a command imports what it needs when it runs.
 """
@@ -48,6 +48,57 @@ def simulate(
         raise UsageError("--arm, --trace and --report are about one scenario: name the scenario instead of --all")
     else:
         simulate_all(scenarios, outputs)
+
+
+@keep_docstring
+def estimate(
+    recordings: Annotated[
+        list[Path],
+        typer.Argument(metavar="RECORDING.csv...", help="Recordings of `rose lend --observe`, one for each server."),
+    ],
+    serving_profile: Annotated[
+        str, typer.Option("--serving-profile", metavar="NAME", help="Profile of the servers, or its file.")
+    ],
+    guest_profile: Annotated[
+        str | None,
+        typer.Option("--guest-profile", metavar="NAME", help="Profile of the policy there; default: the servers'."),
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", metavar="N", min=1, max=16_384, help="Median prompt of a user's request.")
+    ] = 1020,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", metavar="N", min=1, max=4_096, help="Median answer to a user's request.")
+    ] = 129,
+    ttft_seconds: Annotated[
+        float, typer.Option("--ttft", metavar="SECONDS", min=0.001, max=3600, help="Promised time to the first token.")
+    ] = 0.5,
+    tpot_seconds: Annotated[
+        float,
+        typer.Option("--tpot", metavar="SECONDS", min=0.001, max=3600, help="Promised time between two tokens."),
+    ] = 0.15,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the requests and rollouts.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="File for the figures, as JSON.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE.html", help="File for a page for the fleet's owner.")
+    ] = None,
+) -> None:
+    """Estimate what observed servers would lend in a day, and what their users would notice."""
+    from rose.pipeline.cli.estimate import estimate_fleet
+    from rose.pipeline.cli.simulate import Outputs
+    from rose.pipeline.simulation.estimate import Assumptions
+
+    assumed = Assumptions(
+        serving_profile=serving_profile,
+        guest_profile=guest_profile or serving_profile,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        ttft_seconds=ttft_seconds,
+        tpot_seconds=tpot_seconds,
+        seed=seed,
+    )
+    estimate_fleet(recordings, assumed, Outputs(json=output, report=report))
 
 
 @keep_docstring

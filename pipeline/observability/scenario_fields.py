@@ -57,17 +57,23 @@ def _part_of(kind: inspect.Type) -> tuple[inspect.StructType | None, bool]:
 
 def _type(kind: inspect.Type) -> str:
     match kind:
+        case inspect.UnionType(types=types):
+            return _type(next(each for each in types if not isinstance(each, inspect.NoneType)))
         case inspect.LiteralType(values=values):
             return " or ".join(code(str(value)) for value in values)
         case inspect.IntType() | inspect.FloatType():
             name = "whole number" if isinstance(kind, inspect.IntType) else "number"
             return name + _bounds(kind)
+        case inspect.BoolType():
+            return "`true` or `false`"
         case inspect.StrType():
             return "text"
         case inspect.BoolType():
             return "`true` or `false`"
         case inspect.DictType(value_type=value):
             return f"table of {_type(value)}"
+        case inspect.VarTupleType(item_type=item):
+            return f"{_type(item)}, or a list"
         case _:
             raise TypeError(f"the page of scenarios does not know how to show {kind}")
 
@@ -81,4 +87,4 @@ def _default(field: inspect.Field) -> str:
     value: Any = field.default
     if field.default_factory is not msgspec.NODEFAULT:
         value = field.default_factory()
-    return "" if value is msgspec.NODEFAULT else code(as_toml(value))
+    return "" if value is msgspec.NODEFAULT or value is None else code(as_toml(value))

@@ -99,7 +99,7 @@ class Fleet:
         """Run to the last training step. Raises Stalled, or AssertionError if a trajectory or a limit was lost."""
         self.trainer.start()
         self.events.run_until(lambda: self.trainer.done, latest=self.scenario.most_seconds)
-        self._check()
+        self.check()
 
     @property
     def overfilled(self) -> int:
@@ -360,7 +360,7 @@ class Fleet:
             executor.kill()
         self.events.at(back, partial(self._restart, executor))
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise AssertionError if a trajectory was lost or doubled, or an executor was sent more than it offered."""
         settled = [sample.trajectory_id for sample, _, _ in self.trainer.figures.settled]
         opened = self.rollout.opened * self.scenario.tasks.group_size

@@ -233,23 +233,40 @@ def lent_gpu_seconds(fleet: Fleet) -> float:
     return sum(each.engine.busy_seconds * each.cost.tensor_parallel for each in lent)
 
 
+class UserTotals:
+    """What the users of one or several fleets have seen."""
+
+    def __init__(self) -> None:
+        self._ttft, self._gaps = LatencyHistogram(), LatencyHistogram()
+        self._requests = self._kept = 0
+
+    def add(self, fleet: Fleet) -> None:
+        """Add what the users of a fleet have seen so far."""
+        for serving in fleet.serving:
+            self._ttft.merge(serving.figures.ttft)
+            self._gaps.merge(serving.engine.token_gaps)
+            self._requests += serving.figures.requests
+            self._kept += serving.figures.kept
+
+    def figures(self) -> UserFigures | None:
+        """Return the figures; None if no request has ended."""
+        if not self._requests:
+            return None
+        return UserFigures(
+            requests=self._requests,
+            kept=self._kept / self._requests,
+            ttft_p50=self._ttft.percentile(0.5),
+            ttft_p99=self._ttft.percentile(0.99),
+            tpot_p50=self._gaps.percentile(0.5),
+            tpot_p99=self._gaps.percentile(0.99),
+        )
+
+
 def user_figures(fleet: Fleet) -> UserFigures | None:
     """Return what the users of a fleet have seen so far; None if no request has ended."""
-    ttft, gaps = LatencyHistogram(), LatencyHistogram()
-    for serving in fleet.serving:
-        ttft.merge(serving.figures.ttft)
-        gaps.merge(serving.engine.token_gaps)
-    requests = sum(serving.figures.requests for serving in fleet.serving)
-    if not requests:
-        return None
-    return UserFigures(
-        requests=requests,
-        kept=sum(serving.figures.kept for serving in fleet.serving) / requests,
-        ttft_p50=ttft.percentile(0.5),
-        ttft_p99=ttft.percentile(0.99),
-        tpot_p50=gaps.percentile(0.5),
-        tpot_p99=gaps.percentile(0.99),
-    )
+    totals = UserTotals()
+    totals.add(fleet)
+    return totals.figures()
 
 
 def compare(name: str, scenarios: Mapping[str, Scenario], arms: Mapping[str, ArmFigures]) -> ScenarioResult:

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from rose.schemas.errors import UsageError
 from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_GROUP_SIZE, MAX_TURN_TOKENS, MAX_TURNS
+from rose.workers.lender.recording import read_recording
 
 Count = Annotated[int, Meta(ge=0, le=1_000_000)]
 Positive = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -71,13 +72,22 @@ class Spike(Part, frozen=True, kw_only=True):
     """Rate in this time relative to what it would be."""
 
 
-class Users(Part, frozen=True, kw_only=True):
-    """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second."""
+MINUTE_PEAK = 1.7
 
-    busy: Annotated[float, Meta(ge=0, lt=1)]
+
+class Users(Part, frozen=True, kw_only=True):
+    """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second.
+
+    Give either `busy` or `recording`.
+    """
+
+    busy: Annotated[float, Meta(ge=0, lt=1)] | None = None
     """Share of the time in which an engine that only serves computes, on average."""
-    minute_peak: Annotated[float, Meta(ge=1, le=100)] = 1.7
-    """Largest rate of a minute relative to the mean."""
+    recording: tuple[str, ...] = ()
+    """One file or several of `rose lend --observe --record`, relative to the scenario: each minute is as busy as there,
+    and after the last minute the first comes again."""
+    minute_peak: Annotated[float, Meta(ge=1, le=100)] = MINUTE_PEAK
+    """Largest rate of a minute relative to the mean; not with a recording, whose minutes have their own rates."""
     second_peak: Annotated[float, Meta(ge=1, le=1000)] = 4.2
     """Largest rate of a second relative to the mean."""
     prompt_tokens: Positive = 1020
@@ -85,6 +95,12 @@ class Users(Part, frozen=True, kw_only=True):
     new_tokens: Positive = 129
     new_spread: Spread = 0.8
     spikes: tuple[Spike, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.busy is None) == (not self.recording):
+            raise ValueError("`[users]` needs either `busy` or `recording`")
+        if self.recording and self.minute_peak != MINUTE_PEAK:
+            raise ValueError("`minute_peak` contradicts `recording`, whose minutes have rates of their own")
 
 
 class TaskKind(Part, frozen=True, kw_only=True):
@@ -268,7 +284,7 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def _scenario(path: Path, arm: str, fields: Mapping[str, Any]) -> Scenario:
     try:
-        return msgspec.convert(_with_whole_kinds(fields), Scenario, strict=True)
+        return msgspec.convert(_with_recordings(path, _with_whole_kinds(fields)), Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise UsageError(f"the scenario {path}, arm {arm}: {error}") from error
 
@@ -282,3 +298,16 @@ def _with_whole_kinds(fields: Mapping[str, Any]) -> dict[str, Any]:
     common = {name: value for name, value in tasks.items() if name in TaskKind.__struct_fields__}
     whole = [merged(common, kind) if isinstance(kind, dict) else kind for kind in kinds]
     return {**fields, "tasks": {**tasks, "kinds": whole}}
+
+
+def _with_recordings(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with the paths of recordings relative to the scenario's folder. Raises UsageError."""
+    users = fields.get("users")
+    given = users.get("recording") if isinstance(users, dict) else None
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(users, dict) or not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        return dict(fields)
+    files = [path.parent / name for name in names]
+    for file in files:
+        read_recording(file)
+    return {**fields, "users": {**users, "recording": [str(file) for file in files]}}
