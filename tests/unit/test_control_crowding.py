@@ -63,8 +63,8 @@ class CrowdedFleet:
                 "held_turns": held,
                 "held_tokens": held * tokens,
                 "decode_tokens_per_second": 1.0 / seconds,
-                "lanes": 64,
-                "free_turns": 64 - held,
+                "lanes": 256,
+                "free_turns": 256 - held,
                 "free_tokens": 10**9,
                 "load_seconds": 0.3 * held,
             }
