@@ -3,8 +3,8 @@
     python -m bench.routing                                 on the demo's own multi-turn tasks
     python -m bench.routing --trace mooncake_trace.jsonl    also on a Mooncake trace
 
-The benchmark is a simulation in simulated time. The router is ROSE's own core, with the records of emulated executors
-as its input (see `bench.emulated`: emulated, not measured hardware). It is compared with the policies of
+The benchmark is a simulation in simulated time (`pipeline/simulation`). The router is ROSE's own core, with the records
+of simulated executors as its input: their hardware is stated, not measured. It is compared with the policies of
 `bench.policies` on the same fleets and arrivals. Records take no time on the bus, for all policies.
 
 - reused: prompt tokens found in the executors' caches, relative to one unlimited cache that all executors share.
@@ -18,26 +18,27 @@ as its input (see `bench.emulated`: emulated, not measured hardware). It is comp
 `--json FILE` writes one object with `checks` and every figure. Exit status 1 if a bound is missed.
 """
 
-import heapq
 import math
 import statistics
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from bench.check import Check, keep, options
-from bench.emulated import EmulatedExecutor, Engine, Finished, Machine, Work
 from bench.policies import POLICIES, Policy
-from bench.sessions import Session, Turn, Workload, demo, mooncake, reusable
+from bench.sessions import Machine, Session, Workload, demo, mooncake, reusable
 from rose.pipeline.routing.router import Decision, Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.pipeline.simulation.engine import Engine
+from rose.pipeline.simulation.events import EventQueue
+from rose.pipeline.simulation.executors import HEARTBEAT_SECONDS, Executor, Surroundings, Work
+from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.prompts import Sampling
-from rose.schemas.turns import TurnDispatch, TurnKey, TurnRequest, context_fields
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, context_fields
 
-HEARTBEAT_SECONDS = 0.2
 PATIENCE_SECONDS = 1e6
 
 ROSE = "ROSE"
@@ -100,88 +101,69 @@ def fleet(machine: Machine, cache: float = 1.0, *, alike: bool = False) -> list[
     ]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Served:
-    """One answered turn."""
+    """One answered turn. Times are in seconds."""
 
     executor: int
+    context_tokens: int
+    new_tokens: int
+    cached_tokens: int
     asked_at: float
-    finished: Finished
+    scheduled_at: float
+    finished_at: float
 
 
-@dataclass
 class Simulation(ABC):
     """Sessions that request turns, and engines that answer. Subclasses decide which engine gets a turn."""
 
-    workload: Workload
-    served: list[Served] = field(default_factory=list)
-    now: float = 0.0
+    engines: list[Engine]
 
-    def __post_init__(self) -> None:
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.events = EventQueue()
+        self.served: list[Served] = []
         self._asked_at: dict[str, float] = {}
-        self._open = len(self.workload.sessions)
-        self._sessions = {session.trajectory_id: session for session in self.workload.sessions}
-        for session in self.workload.sessions:
-            self._ask_at(session.turns[0].at, session, 0)
-
-    @property
-    @abstractmethod
-    def engines(self) -> list[Engine]:
-        """Return the engines by executor number."""
+        self._open = len(workload.sessions)
+        self._sessions = {session.trajectory_id: session for session in workload.sessions}
+        for session in workload.sessions:
+            self.events.at(session.turns[0].at, partial(self._ask, session, 0))
 
     def run(self) -> None:
         """Run until every session has had its last turn."""
-        while self._open:
-            self.now, _, act = heapq.heappop(self._due)
-            act()
+        self.events.run_until(lambda: not self._open, latest=math.inf)
 
     @abstractmethod
-    def on_request(self, session: Session, number: int, work: Work) -> None:
+    def on_request(self, session: Session, number: int) -> None:
         """Send a requested turn to an executor."""
 
-    @abstractmethod
-    def advance(self, executor: int) -> None:
-        """Take the answers of an engine whose time has come; each goes to `answered`."""
-
-    def answered(self, executor: int, finished: Finished) -> None:
+    def answered(
+        self, executor: int, name: str, number: int, *, cached: int, scheduled_at: float, finished_at: float
+    ) -> None:
         """Record an answered turn, and continue its session."""
-        trajectory_id, number, _ = finished.work.key
-        self.served.append(Served(executor, self._asked_at.pop(trajectory_id), finished))
-        session = self._sessions[trajectory_id]
+        session = self._sessions[name]
+        turn = session.turns[number]
+        self.served.append(
+            Served(
+                executor=executor,
+                context_tokens=turn.context_tokens,
+                new_tokens=turn.new_tokens,
+                cached_tokens=cached,
+                asked_at=self._asked_at.pop(name),
+                scheduled_at=scheduled_at,
+                finished_at=finished_at,
+            )
+        )
         if number + 1 == len(session.turns):
             self._open -= 1
             return
-        turn = session.turns[number + 1]
-        self._ask_at(max(turn.at, self.now + turn.after_seconds), session, number + 1)
-
-    def look_again(self, executor: int) -> None:
-        """Schedule the engine's next event again, because it may have changed."""
-        at = self.engines[executor].next_at
-        if at < math.inf:
-            self._at(at, lambda: self._look(executor, at))
-
-    def _look(self, executor: int, at: float) -> None:
-        if self.engines[executor].next_at == at:  # otherwise the event is outdated
-            self.advance(executor)
-            self.look_again(executor)
-
-    def _ask_at(self, at: float, session: Session, number: int) -> None:
-        self._at(at, lambda: self._ask(session, number))
+        following = session.turns[number + 1]
+        at = max(following.at, self.events.now + following.after_seconds)
+        self.events.at(at, partial(self._ask, session, number + 1))
 
     def _ask(self, session: Session, number: int) -> None:
-        self._asked_at[session.trajectory_id] = self.now
-        self.on_request(session, number, work_of(session.turns[number], number, self.workload.max_tokens))
-
-    def _at(self, at: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (at, next(self._order), act))
-
-
-def work_of(turn: Turn, number: int, max_tokens: int) -> Work:
-    """Return a turn as the engine sees it."""
-    key = TurnKey(turn.trajectory_id, number, 0)
-    return Work(key, turn.context_tokens, turn.new_tokens, turn.context_tokens + max_tokens, turn.blocks)
+        self._asked_at[session.trajectory_id] = self.events.now
+        self.on_request(session, number)
 
 
 class PolicySimulation(Simulation):
@@ -190,24 +172,47 @@ class PolicySimulation(Simulation):
     def __init__(self, workload: Workload, policy: Policy) -> None:
         super().__init__(workload)
         self._policy = policy
-        self._engines = [Engine(machine) for machine in workload.machines]
+        self.engines = [
+            Engine(
+                machine.cost(),
+                max_running=machine.lanes,
+                step_tokens=machine.step_tokens,
+                kv_tokens=machine.kv_tokens,
+            )
+            for machine in workload.machines
+        ]
 
-    @property
-    def engines(self) -> list[Engine]:
-        return self._engines
+    def on_request(self, session: Session, number: int) -> None:
+        turn, now = session.turns[number], self.events.now
+        executor = self._policy.choose(turn)
+        self._advance(executor)
+        block = self.workload.machines[executor].block_tokens
+        self.engines[executor].add(turn.engine_request(f"{session.trajectory_id}/{number}", block, now), now)
+        self._look_again(executor)
 
-    def on_request(self, session: Session, number: int, work: Work) -> None:
-        executor = self._policy.choose(session.turns[number])
-        self._engines[executor].add(work, self.now)
-        self.look_again(executor)
+    def _look_again(self, executor: int) -> None:
+        at = self.engines[executor].next_at
+        self.events.at(at, partial(self._look, executor, at))
 
-    def advance(self, executor: int) -> None:
-        for finished in self._engines[executor].advance(self.now):
+    def _look(self, executor: int, at: float) -> None:
+        if self.engines[executor].next_at == at:  # otherwise the event is outdated
+            self._advance(executor)
+            self._look_again(executor)
+
+    def _advance(self, executor: int) -> None:
+        for ended in self.engines[executor].advance(self.events.now):
+            name, _, number = ended.request.name.rpartition("/")
             self._policy.answered(executor)
-            trajectory_id, number, _ = finished.work.key
-            if number + 1 == len(self._sessions[trajectory_id].turns):
-                self._policy.ended(trajectory_id)
-            self.answered(executor, finished)
+            if int(number) + 1 == len(self._sessions[name].turns):
+                self._policy.ended(name)
+            self.answered(
+                executor,
+                name,
+                int(number),
+                cached=ended.cached_tokens,
+                scheduled_at=ended.scheduled_at,
+                finished_at=ended.finished_at,
+            )
 
 
 class RoseSimulation(Simulation):
@@ -216,24 +221,30 @@ class RoseSimulation(Simulation):
     def __init__(self, workload: Workload, router: Router | None = None) -> None:
         super().__init__(workload)
         self.router = router or Router()
+        self._sampling = Sampling(max_tokens=workload.max_tokens)
+        self._dispatches = 0
+        around = Surroundings(events=self.events, send=self._on_record, work_of=self._work_of)
         self.executors = [
-            EmulatedExecutor(machine, worker=f"{machine.kind}-{slot}", slot=slot)
+            Executor(
+                f"{machine.kind}-{slot}",
+                slot,
+                machine.cost(),
+                around,
+                max_turns=machine.lanes,
+                step_tokens=machine.step_tokens,
+            )
             for slot, machine in enumerate(workload.machines)
         ]
-        self._works: dict[str, Work] = {}
-        self._sampling = Sampling(max_tokens=workload.max_tokens)
-        for slot in range(len(self.executors)):
-            self._send_heartbeat(slot)
-            self._at(slot / len(self.executors) * HEARTBEAT_SECONDS, self._heartbeat_repeatedly(slot))
+        self.engines = [executor.engine for executor in self.executors]
+        for slot, executor in enumerate(self.executors):
+            executor.version = 0
+            executor.start(slot / len(self.executors) * HEARTBEAT_SECONDS)
+        self.events.repeat(HEARTBEAT_SECONDS, self._tick)
 
-    @property
-    def engines(self) -> list[Engine]:
-        return [executor.engine for executor in self.executors]
-
-    def on_request(self, session: Session, number: int, work: Work) -> None:
-        self._works[session.trajectory_id] = work
+    def on_request(self, session: Session, number: int) -> None:
+        turn = session.turns[number]
         before = session.turns[number - 1].context_tokens if number else 0
-        goes_on = 0 < before <= work.context_tokens
+        goes_on = 0 < before <= turn.context_tokens
         request = TurnRequest(
             trajectory_id=session.trajectory_id,
             group_id=session.group_id,
@@ -241,56 +252,57 @@ class RoseSimulation(Simulation):
             environment="calculator",
             turn=number,
             **context_fields(
-                bytes(4 * work.context_tokens), (0,) if goes_on else (), known_tokens=before if goes_on else 0
+                bytes(4 * turn.context_tokens), (0,) if goes_on else (), known_tokens=before if goes_on else 0
             ),
             sampling=self._sampling,
-            requested_at=self.now,
+            requested_at=self.events.now,
             patience_seconds=PATIENCE_SECONDS,
         )
-        self._apply(self.router.on_event(ReceivedRequest.from_record(request), self.now))
+        self._apply(self.router.on_event(ReceivedRequest.from_record(request), self.events.now))
 
-    def advance(self, executor: int) -> None:
-        for result, finished in self.executors[executor].advance(self.now):
-            self._apply(self.router.on_event(result, self.now))
-            self.answered(executor, finished)
+    def _work_of(self, dispatch: TurnDispatch) -> Work:
+        turn = self._sessions[dispatch.request.trajectory_id].turns[dispatch.request.turn]
+        block = self.workload.machines[dispatch.slot].block_tokens
+        request = turn.engine_request(turn.trajectory_id, block, self.events.now)
+        return Work(request.segments, request.new_tokens, request.blocks)
+
+    def _on_record(self, executor: Executor, record: TurnResult | SlackHeartbeat) -> None:
+        self._apply(self.router.on_event(record, self.events.now))
+        if isinstance(record, TurnResult) and record.outcome is TurnOutcome.COMPLETED:
+            self.answered(
+                executor.slot,
+                record.trajectory_id,
+                record.turn,
+                cached=record.cached_tokens,
+                scheduled_at=record.times.scheduled_at,
+                finished_at=record.times.finished_at,
+            )
+
+    def _tick(self) -> None:
+        self._apply(self.router.tick(self.events.now))
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if not isinstance(decision, TurnDispatch):
                 raise RuntimeError(f"the router gave a turn up: {decision.reason}")
-            refused = self.executors[decision.slot].on_dispatch(
-                decision, self._works[decision.request.trajectory_id]._replace(key=decision.key), self.now
-            )
-            self.look_again(decision.slot)
-            if refused is not None:
-                self._apply(self.router.on_event(refused, self.now))
-
-    def _heartbeat_repeatedly(self, slot: int) -> Callable[[], None]:
-        def send() -> None:
-            self._send_heartbeat(slot)
-            self._apply(self.router.tick(self.now))
-            self._at(self.now + HEARTBEAT_SECONDS, send)
-
-        return send
-
-    def _send_heartbeat(self, slot: int) -> None:
-        self._apply(self.router.on_event(self.executors[slot].heartbeat(self.now), self.now))
+            self._dispatches += 1
+            arrive = partial(self.executors[decision.slot].on_dispatch, decision, self._dispatches)
+            self.events.after(0.0, arrive)
 
 
 def figures(simulation: Simulation) -> dict[str, float]:
     """Return the figures of one policy."""
     workload, served = simulation.workload, simulation.served
-    waits = [each.finished.scheduled_at - each.asked_at for each in served]
+    waits = [each.scheduled_at - each.asked_at for each in served]
     loads = [0.0] * len(workload.machines)
     for each in served:
-        work = each.finished.work
         machine = workload.machines[each.executor]
-        loads[each.executor] += machine.seconds(work.context_tokens - each.finished.cached_tokens, work.new_tokens)
-    turns = [each.finished.finished_at - each.asked_at for each in served]
-    makespan = max(each.finished.finished_at for each in served) - min(each.asked_at for each in served)
+        loads[each.executor] += machine.seconds(each.context_tokens - each.cached_tokens, each.new_tokens)
+    turns = [each.finished_at - each.asked_at for each in served]
+    makespan = max(each.finished_at for each in served) - min(each.asked_at for each in served)
     percentiles = statistics.quantiles(waits, n=100)
     return {
-        "reused": sum(each.finished.cached_tokens for each in served) / sum(reusable(workload)),
+        "reused": sum(each.cached_tokens for each in served) / sum(reusable(workload)),
         "wait_p50_seconds": percentiles[49],
         "wait_p99_seconds": percentiles[98],
         "turn_seconds": statistics.mean(turns),
@@ -393,7 +405,7 @@ def main() -> None:
         "seed": arguments.seed,
         "busy": busy,
         "alike": alike,
-        "emulated": True,
+        "simulated": True,
         "checks": [],
         "workloads": {},
     }
@@ -406,7 +418,7 @@ def main() -> None:
         result["workloads"][workload.name] = {"told": workload.notes, "policies": found}
         if arguments.json != "-":
             notes = "".join(f", {name} {value}" for name, value in workload.notes.items())
-            print(f"{workload.name}: {checks[0].against}, emulated; busy {busy}, seed {arguments.seed}{notes}")
+            print(f"{workload.name}: {checks[0].against}, simulated; busy {busy}, seed {arguments.seed}{notes}")
             print(table(found))
             print(*checks, sep="\n", flush=True)
     keep(result, arguments.json)

@@ -21,10 +21,12 @@ from importlib.resources import files
 from itertools import accumulate, count, islice
 from pathlib import Path
 
-from bench.emulated import Machine
 from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.demo import CONFIGURATION, training_prompts
+from rose.pipeline.simulation.cost_model import CostModel, parse_profile
+from rose.pipeline.simulation.engine import EngineRequest
+from rose.pipeline.simulation.prefix_cache import Segment
 from rose.schemas.limits import MAX_CONTEXT_TOKENS
 from rose.workers.environments.calculator import Calculator
 from rose.workers.environments.turn_format import TurnFormat
@@ -38,6 +40,54 @@ ENVIRONMENT_SECONDS = 0.06
 
 PIECE_TOKENS = 4
 """Tokens of a piece of the demo's contexts, for policies that remember prefixes; a cache block is a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The properties of an executor's hardware that decide time and room. A step takes `base + token * tokens`."""
+
+    kind: str
+    base_seconds: float
+    """Fixed time of a step, independent of its tokens: the weights are read."""
+    token_seconds: float
+    """Time that each token adds to a step."""
+    lanes: int
+    """Most turns that run at once."""
+    step_tokens: int
+    """Most tokens of one step."""
+    block_tokens: int
+    kv_blocks: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that turns may hold: each turn may leave one block partly unfilled."""
+        return (self.kv_blocks - self.lanes) * self.block_tokens
+
+    def seconds(self, prefilled: int, sampled: int) -> float:
+        """Return the time of this many tokens when all lanes are busy: the decoding turns share a step's fixed time."""
+        return prefilled * self.token_seconds + sampled * (self.base_seconds / self.lanes + self.token_seconds)
+
+    def cost(self) -> CostModel:
+        """Return the machine as a cost model: its linear layers have all the time."""
+        stated = {"source": "stated by the benchmark"}
+        nothing = {"counts": [1, 2], "seconds": [0.0, 0.0], **stated}
+        seconds = [self.base_seconds + self.token_seconds * tokens for tokens in (1, self.step_tokens)]
+        tables = {
+            "name": self.kind,
+            "model": "none",
+            "card": self.kind,
+            "tensor_parallel": 1,
+            "shape": {"layers": 1, "kv_bytes_per_token": 2048, "weight_bytes": 1, **stated},
+            "memory": {"kv_cache_tokens": self.kv_tokens, "block_tokens": self.block_tokens, **stated},
+            "host": {"step_seconds": 0.0, "sequence_seconds": 0.0, **stated},
+            "linear": {"counts": [1, self.step_tokens], "seconds": seconds, **stated},
+            "output": nothing,
+            "decode_attention": {"context_token_seconds": 0.0, **nothing},
+            "prefill_attention": {"token_seconds": 0.0, "pair_seconds": 0.0, **stated},
+            "lifecycle": {"wake_seconds": 0.0, "load_seconds": 0.0, **stated},
+            "links": {"network_bytes_per_second": 1.0, "nvlink_bytes_per_second": 0.0, **stated},
+        }
+        return CostModel.of(parse_profile(tables, self.kind))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +105,14 @@ class Turn:
     """Earliest time of the request, in seconds."""
     after_seconds: float = 0.0
     """The environment's time since the previous answer, in seconds."""
+
+    def engine_request(self, name: str, block_tokens: int, now: float) -> EngineRequest:
+        """Return the turn for an engine: each whole block of the context is a segment, named by its key."""
+        whole = (self.context_tokens - 1) // block_tokens
+        shared = (Segment(str(key), block_tokens) for key in islice(self.blocks, whole))
+        rest = Segment(name, self.context_tokens - whole * block_tokens)
+        blocks = tuple(map(str, islice(self.blocks, whole, None)))
+        return EngineRequest(name, (*shared, rest), self.new_tokens, now, blocks)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,7 @@
 """Emulated executors: they keep the executor's contract on the real bus, and only compute is emulated.
 
 Time is real: records travel, users come, turns go back before they end, and an engine computes when it may. The engine
-is the simulator's (`rose.pipeline.simulation.engine`). `bench.emulated` is the other emulation, in simulated time:
-records take no time, no executor leaves, and engines cache blocks by their content. Both emulations use the executor's
-own inbox, heartbeats and answers.
+is the simulator's (`rose.pipeline.simulation.engine`), which `rose simulate` runs in simulated time.
 
 `users`     serving load from a real trace, and the capacity that it leaves
 `engine`    the simulator's engine, with a cost model from rates

@@ -53,6 +53,8 @@ class _Applied(NamedTuple):
     context_tokens: int
 
 
+SERVING = WorkerClass.SERVING.value
+
 RAN = (TurnOutcome.COMPLETED, TurnOutcome.PREEMPTED)
 """Outcomes of attempts that an engine has run."""
 
@@ -107,13 +109,17 @@ class UsageLedger:
     def usage(self, steps: Sequence[Mapping[str, Any]] | None) -> Usage:
         """Return the usage so far. `steps`: lines of the trainer's step log; None if there is no step log."""
         attempts: list[Attempt] = []
+        classes = dict(self._worker_class)
         unknown = 0
         for name in self._results.keys() | self._applied.keys():
             results, applied = self._results.get(name, []), self._applied.get(name)
             own, missing = _own_seconds(results, applied, ended=name[0] in self._solved)
             unknown += missing
-            attempts += [self._attempt(name[0], results[place], *each) for place, each in own.items()]
-        held, assumed = self._held()
+            for place, each in own.items():
+                attempts.append(self._attempt(name[0], results[place], each))
+                if each.device_seconds:
+                    classes.setdefault(results[place].worker, each.worker_class)
+        held, assumed = self._held(classes)
         return Usage(
             attempts=attempts,
             answers={
@@ -146,31 +152,29 @@ class UsageLedger:
         for moment in (times.received_at, times.finished_at):
             if moment:
                 self._see(worker, record.incarnation, moment)
-        if len(record.device_seconds) == 1:
-            self._worker_class.setdefault(worker, next(iter(record.device_seconds)))
 
     def _see(self, worker: str, incarnation: int, moment: float) -> None:
         first, last = self._seen.get((worker, incarnation), (moment, moment))
         self._seen[worker, incarnation] = min(first, moment), max(last, moment)
 
-    def _attempt(self, trajectory: str, result: _Result, worker_class: str, seconds: float, kept: bool) -> Attempt:
+    def _attempt(self, trajectory: str, result: _Result, own: "_OwnSeconds") -> Attempt:
         device, _ = self._devices.get(result.worker, ASSUMED)
-        return Attempt(trajectory, _device_class(worker_class), device, seconds, kept, result.finished_at)
+        device_class = DeviceClass.BORROWED if own.worker_class == SERVING else DeviceClass.DEDICATED
+        return Attempt(trajectory, device_class, device, own.device_seconds, own.kept, result.finished_at)
 
-    def _held(self) -> tuple[list[HeldDevices], int]:
-        """Return the times of dedicated executors, and the number of executors whose devices are not known."""
+    def _held(self, classes: Mapping[str, str]) -> tuple[list[HeldDevices], int]:
+        """Return the times of dedicated executors, and the number of executors whose devices are not known.
+
+        `classes`: worker class by worker. A worker without a class has sent no heartbeat and computed nothing.
+        """
         held, assumed = [], set()
         for (worker, _), (begin, end) in self._seen.items():
-            if _device_class(self._worker_class.get(worker, "")) is DeviceClass.BORROWED:
+            if classes.get(worker, SERVING) == SERVING:
                 continue
             if worker not in self._devices:
                 assumed.add(worker)
             held.append(HeldDevices(*self._devices.get(worker, ASSUMED), begin, end))
         return held, len(assumed)
-
-
-def _device_class(worker_class: str) -> DeviceClass:
-    return DeviceClass.BORROWED if worker_class == WorkerClass.SERVING.value else DeviceClass.DEDICATED
 
 
 class _OwnSeconds(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rose.pipeline.cli.simulator import calibrate, estimate, simulate
 from rose.pipeline.cli.topics import topics
 from rose.pipeline.config.options import Common, keep_docstring, with_common
 from rose.pipeline.terminal import (
@@ -184,6 +185,12 @@ def lend(
     observe: Annotated[
         bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="FILE.csv", help="With --observe: append a row of load and idle time every 10 s."
+        ),
+    ] = None,
 ) -> None:
     """Run a vLLM server that lends idle capacity to rollouts, or lend an existing server over HTTP."""
     from rose.pipeline.cli.roles import run_endpoint_role, run_lender_role
@@ -191,8 +198,10 @@ def lend(
     common = common.with_overrides(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
     if (model is None) == (endpoint is None) or (endpoint and (flags or observe)):
         raise UsageError("give --model FOLDER, with vLLM's flags after two dashes, or --endpoint URL alone")
+    if record is not None and not observe:
+        raise UsageError("--record records an observed server: give --observe too")
     if model is not None:
-        run_lender_role(common, model, flags or [], observe=observe)
+        run_lender_role(common, model, flags or [], observe=observe, record=record)
     else:
         run_endpoint_role(common)
 
@@ -435,6 +444,11 @@ def report(common: Common) -> None:
     report_run(common)
 
 
+app.command(rich_help_panel=LOOKING)(simulate)
+app.command(rich_help_panel=LOOKING)(estimate)
+app.command(rich_help_panel=LOOKING)(calibrate)
+
+
 @app.command("config", rich_help_panel=LOOKING)
 @with_common
 def show_config(common: Common) -> None:
@@ -442,43 +456,6 @@ def show_config(common: Common) -> None:
     from rose.pipeline.config.load import load, resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
-
-
-@app.command(rich_help_panel=LOOKING)
-@keep_docstring
-def calibrate(
-    rows: Annotated[
-        Path, typer.Argument(metavar="ROWS.csv", help="Measured latencies; with --server, the file to write.")
-    ],
-    profile: Annotated[
-        list[str],
-        typer.Option(
-            "--profile", metavar="NAME", help="Profile to start from, or its file. Repeat for other parallel sizes."
-        ),
-    ],
-    where: Annotated[
-        list[str] | None, typer.Option("--where", metavar="COLUMN=VALUE", help="Only these rows. Repeatable.")
-    ] = None,
-    server: Annotated[
-        str | None, typer.Option("--server", metavar="URL", help="Measure this server first: a sweep of minutes.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Model at the server; default: its first.")
-    ] = None,
-    factors: Annotated[
-        bool, typer.Option("--factors", help="Also fit memory and compute: for another card or model.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.toml", help="File for the calibrated profile.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the result, as JSON.")] = None,
-) -> None:
-    """Fit the simulator's cost model to measured latencies, and print its error on rows that it was not fitted to."""
-    from rose.pipeline.cli.calibrate import calibrate_profiles
-
-    if model is not None and server is None:
-        raise UsageError("--model names a model at a server: give --server URL too")
-    calibrate_profiles(rows, profile, where or [], server=server, model=model, factors=factors, out=out, output=output)
 
 
 @dlq.command("list")

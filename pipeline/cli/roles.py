@@ -67,16 +67,21 @@ def run_executor_role(common: Common) -> None:
         run_executor(settings, executor_config, engine.client, engine.shapes, stop, weights=config.weights)
 
 
-def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
+def run_lender_role(
+    common: Common, serving: Path, flags: Sequence[str], *, observe: bool, record: Path | None = None
+) -> None:
     """Run a vLLM server that lends, or only observes; `serving` is its model folder, `flags` are vLLM's.
 
-    The server replaces this process.
+    The server replaces this process. `record`: file for a recording of the observed server. Raises UsageError.
     """
+    from rose.workers.lender.recording import prepare_recording
     from rose.workers.lender.sidecar import LendingPlan, lend
 
     config = load(common)
     if not observe:
         _require_signatures(config)
+    if record is not None:
+        prepare_recording(record)
     settings, name = config.settings, config.settings.executor.worker
     os.environ.update(settings.serving.environment)
     plan = LendingPlan(
@@ -86,6 +91,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
         weights=config.weights,
         stop_file=(settings.lender.stop_file or config.run_folder / f"{name}.stop").absolute(),
         exporting=lambda: _exporting_lender(config, name, observe=observe),
+        record=None if record is None else record.absolute(),
     )
     lend(plan, serving, flags)
 

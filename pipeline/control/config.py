@@ -17,6 +17,10 @@ class ControlConfig:
     margin_seconds: float = 2.0
     """A lender is woken if it would work for more than this many seconds before the waiting work is done. A lender is
     of no use if the other executors would do all work in half of this time."""
+    min_gain: float = 0.25
+    """A lender is also woken if it would add at least this share of an executor's work to the held turns, because each
+    turn makes the steps of its executor longer. A lender is of no use for them if it adds less than half of this share.
+    A quarter covers what a woken lender costs: the contexts that it computes again, and its users' wait."""
     dwell_seconds: float = 20.0
     """Least time between two changes of one worker: wake, park or move. In a cell that has working executors, a further
     lender must be worthwhile for as long before it is woken."""
@@ -34,6 +38,7 @@ class ControlConfig:
                 "most_lenders": (0, MAX_COUNT),
                 "lease_seconds": (1, MAX_LEASE_SECONDS),
                 "margin_seconds": (0.001, YEAR_SECONDS),
+                "min_gain": (0.01, 1),
                 "dwell_seconds": (0, YEAR_SECONDS),
                 "idle_seconds": (0, YEAR_SECONDS),
                 "page_port": (0, HIGHEST_PORT),

@@ -10,9 +10,12 @@ Keeps true
 - A lender is woken if it would work for more than `margin_seconds` before the waiting turns are done, after its wake
   and the staging of its weights. The lender with the fewest user requests is woken first. If no open executor would
   ever do the waiting turns, one lender is woken however few turns wait.
-- A lender is parked if for some time the other executors had room for the turns that it holds, and would have finished
-  these turns and the waiting turns within `margin_seconds / 2`. Lenders without turns are parked before lenders with
-  turns, and then the lender with the most user requests first.
+- A lender is also woken if it would add at least `min_gain` of an executor's work to the held turns (`shared_steps`).
+  This must have held for as long as its wake and the staging of its weights take: work that has lasted for some time is
+  expected to last as long again.
+- A lender is parked if for some time it has added less than `min_gain / 2`, and the other executors had room for the
+  turns that it holds, and would have finished these turns and the waiting turns within `margin_seconds / 2`. Lenders
+  without turns are parked before lenders with turns, and then the lender with the most user requests first.
 - A lender that does not open after a wake, or that is closed for long and runs no turns, is parked for some time, and
   for longer after each further failure.
 - Hysteresis: after a lender was parked as idle, no lender is worth waking before more turns wait. So under a constant
@@ -29,14 +32,14 @@ Pure: `now` is unix seconds that never jump; no other clock is compared with it.
 
 Example, margin 2 s
     40 turns wait, done in 30 s by w1 alone; w2 would open after 9 s  -> w2 is woken: done in 20 s instead of 30 s
+    no turns wait, w1 runs 16 in steps of 16 ms, 8 ms without turns   -> w2 is woken after 9 s: steps of 12 ms
     no turns wait, w2 holds no turns                                  -> w2 is parked 10 s later
     no summary for 5 s                                                -> no grant is renewed
 """
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sized
 from typing import NamedTuple
 
 from rose.pipeline.control.config import ControlConfig
@@ -47,22 +50,15 @@ from rose.pipeline.control.forecast import (
     WorkShare,
     finish_seconds,
 )
+from rose.pipeline.control.lenders import Lender
 from rose.pipeline.control.rebalancing import FORGET_SECONDS, CellCrew, Rebalancer
+from rose.pipeline.control.shared_steps import SharedSteps
 from rose.schemas.cells import CellSummary, ExecutorLine
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import ExecutorState
-from rose.topics.backoff import Backoff
 
 GRACE_SECONDS = 2.0
 """How much later than here a lease may end at its lender, because a grant takes time to arrive."""
-
-HOLD_SECONDS = 60.0
-"""How long a lender stays parked after its first failure. Each further failure doubles the time."""
-
-LONGEST_HOLD_SECONDS = 32 * HOLD_SECONDS
-
-USER_REQUESTS_WEIGHT = 0.1
-"""Weight of the newest summary in a worker's mean number of user requests."""
 
 
 class LeasedGrant(NamedTuple):
@@ -75,67 +71,6 @@ class LeasedGrant(NamedTuple):
     def expires_at(self) -> float:
         """Time from which the lender certainly treats the grant as ended."""
         return self.written_at + self.grant.lease_seconds + GRACE_SECONDS
-
-
-@dataclass(slots=True)
-class Lender:
-    """One serving worker that follows grants."""
-
-    line: ExecutorLine
-    """Its line in the newest summary."""
-    cell: int
-    heard_at: float
-    """Time of the newest summary that names it."""
-    lends: bool | None = None
-    """Whether it shall lend; None while that is not decided."""
-    reason: str = ""
-    """Reason of the decision. Updated at each tick while the worker lends."""
-    since: float = 0.0
-    """Time of the decision."""
-    renewed_at: float | None = None
-    """When a grant to lend was last written; None if there was none since the decision."""
-    woken_at: float | None = None
-    """When it was woken; None once it is open."""
-    guest_built_at: float | None = None
-    """When its guest was first seen after the wake."""
-    closed_since: float | None = None
-    """Since when a worker that shall lend is closed and holds no turns in every summary."""
-    idle_since: float | None = None
-    """Since when a worker that lends is not needed."""
-    backoff: Backoff = field(
-        default_factory=lambda: Backoff(HOLD_SECONDS, LONGEST_HOLD_SECONDS, reset_seconds=math.inf)
-    )
-    """Failures to lend. It is not woken before the wait ends. A wake after which the worker opens counts as success."""
-    user_requests: float = 0.0
-    """Running mean of the requests of its own users, running and waiting."""
-
-    @property
-    def park_priority(self) -> tuple[bool, float]:
-        """Sort key for parking: lenders without turns first, then lenders with the most user requests."""
-        return self.line.held_turns > 0, -self.user_requests
-
-    @property
-    def absent_since(self) -> float | None:
-        """Since when it shall lend and does not, because it did not open or has closed; None if it lends.
-
-        A closed lender that runs turns counts as lending: it may be full.
-        """
-        return self.closed_since if self.woken_at is None else self.woken_at
-
-    def on_line(self, line: ExecutorLine, cell: int, now: float, *, after_gap: bool) -> None:
-        """Update from a line of a summary. `after_gap`: whether summaries were missing since the previous line."""
-        self.line, self.cell, self.heard_at = line, cell, now
-        self.user_requests += USER_REQUESTS_WEIGHT * (line.serving_running + line.serving_waiting - self.user_requests)
-        if not self.lends or line.open or line.held_turns:
-            self.closed_since = None
-        elif self.closed_since is None or after_gap:
-            self.closed_since = now
-
-    def decide(self, lends: bool, reason: str, now: float) -> None:
-        """Set whether the worker shall lend, and reset what was measured under the previous decision."""
-        self.lends, self.reason, self.since = lends, reason, now
-        self.woken_at = now if lends and not self.line.open else None
-        self.guest_built_at = self.closed_since = self.idle_since = self.renewed_at = None
 
 
 STALE_SECONDS = 5.0
@@ -347,6 +282,7 @@ class ElasticityCore:
         free = [(each.free_turns, each.free_tokens) for each in summary.executors if each.worker in shares]
         turns, tokens = (sum(column) for column in zip(*free, strict=True)) if free else (0, 0)
         remaining = RemainingCapacity(shares, CompletionForecast(shares.values()), summary.waiting_turns, turns, tokens)
+        steps, turn_tokens = self._shared_steps(number, shares)
         done_seconds = finish_seconds(shares.values(), remaining.turns)
         target_seconds = self.config.margin_seconds / 2
         keeps_idle = False
@@ -362,6 +298,12 @@ class ElasticityCore:
                     f"than {target_seconds:g} s"
                 )
                 continue
+            step_share = self.estimates.step_share(name, turn_tokens) if name in shares else None
+            gain = steps.lost_gain(step_share) if step_share is not None else 0.0
+            if gain >= self.config.min_gain / 2:
+                lender.idle_since = None
+                lender.reason = f"{_describe(steps)}; it adds {gain:.2f} of an executor's work"
+                continue
             lender.idle_since = now if lender.idle_since is None else lender.idle_since
             idle_for = now - lender.idle_since
             if keeps_idle and lender.line.held_turns:
@@ -371,6 +313,8 @@ class ElasticityCore:
                 keeps_idle = keeps_idle or not lender.line.held_turns
             else:
                 remaining.remove(name, lender.line)
+                if step_share is not None:
+                    steps.remove(step_share)
                 self._park(lender, f"of no use for {idle_for:.0f} s", now)
 
     def _spare_lenders(self, now: float) -> float:
@@ -393,31 +337,42 @@ class ElasticityCore:
 
     def _wake(self, number: int, now: float) -> None:
         """Wake the lenders of a cell that are worth waking, in order of their user requests."""
-        turns, shares = self.cells[number].summary.waiting_turns, self._shares(number, now)
         spare = self._spare_lenders(now)
-        if not turns or spare <= 0:
+        if spare <= 0:
             return
-        forecast, woken = CompletionForecast(shares.values()), list[Lender]()
-        finish_without = finish_seconds(shares.values(), turns)
+        turns, shares = self.cells[number].summary.waiting_turns, self._shares(number, now)
+        forecast, finish_without = CompletionForecast(shares.values()), finish_seconds(shares.values(), turns)
+        steps, turn_tokens = self._shared_steps(number, shares)
+        before = _describe(steps)
+        for_waiting, for_steps = list[Lender](), list[Lender]()
         for name, lender in sorted(self._lenders_of(number, now), key=lambda each: (each[1].user_requests, each[0])):
             rested = now - lender.since >= self.config.dwell_seconds and now >= lender.backoff.until
             if lender.lends or not rested or lender.line.serving_waiting:
                 continue
-            share = WorkShare(self._opening_delay(name, lender, now), self.estimates.turns_per_second(name))
-            margin = self.config.margin_seconds
-            first_of_all = finish_without == math.inf and not woken
-            if first_of_all or forecast.turns_done_by(share.free_at + margin) + share.rate * margin < turns:
-                forecast.add(share)
-                shares[name] = share
-                woken.append(lender)
-                if len(woken) == spare:
-                    break
+            if len(for_waiting) + len(for_steps) == spare:
+                break
+            delay, step_share = self._opening_delay(name, lender, now), self.estimates.step_share(name, turn_tokens)
+            gain = steps.gain(step_share) if step_share is not None else 0.0
+            share, margin = WorkShare(delay, self.estimates.turns_per_second(name)), self.config.margin_seconds
+            first_of_all = finish_without == math.inf and not for_waiting
+            if first_of_all or forecast.turns_done_by(delay + margin) + share.rate * margin < turns:
+                for_waiting.append(lender)
+            elif lender.gains_for(gain, self.config.min_gain, now) >= delay:
+                for_steps.append(lender)
+            else:
+                continue
+            forecast.add(share)
+            shares[name] = share
+            if step_share is not None:
+                steps.add(step_share)
         finish = finish_seconds(shares.values(), turns)
-        company = f" and {len(woken) - 1} more" if len(woken) > 1 else ""
-        for lender in woken:
-            reason = f"{turns} turns wait: done {_when(finish)} with it{company}, {_when(finish_without)} without"
-            lender.decide(True, reason, now)
-        self.woken += len(woken)
+        for lender in for_waiting:
+            done = f"done {_when(finish)} with it{_company(for_waiting)}, {_when(finish_without)} without"
+            lender.decide(True, f"{turns} turns wait: {done}", now)
+        for lender in for_steps:
+            after = f"{1e3 * steps.step_seconds:.1f} ms with it{_company(for_steps)}"
+            lender.decide(True, f"{before}, {after}", now)
+        self.woken += len(for_waiting) + len(for_steps)
 
     def _rebalance(self, now: float) -> list[CapacityGrant]:
         """The cell grant that is due, if there is one."""
@@ -474,6 +429,14 @@ class ElasticityCore:
                 shares[line.worker] = WorkShare(free_at, self.estimates.turns_per_second(line.worker))
         return shares
 
+    def _shared_steps(self, number: int, workers: Container[str]) -> tuple[SharedSteps, float]:
+        """The held turns of a cell's workers and the steps that they share; mean tokens that are held for a turn."""
+        lines = [line for line in self.cells[number].summary.executors if line.worker in workers]
+        turns = sum(line.held_turns for line in lines)
+        turn_tokens = sum(line.held_tokens for line in lines) / turns if turns else 0.0
+        shares = (self.estimates.step_share(line.worker, turn_tokens) for line in lines)
+        return SharedSteps((share for share in shares if share is not None), turns), turn_tokens
+
     def _opening_delay(self, name: str, lender: Lender, now: float) -> float:
         """Expected seconds until a worker is open: from its wake, or from now if it was not woken yet."""
         total = self.estimates.wake.expected(name) + self.estimates.catch_up.expected(name)
@@ -513,6 +476,14 @@ class ElasticityCore:
             job=self.job,
             cell=cell,
         )
+
+
+def _describe(steps: SharedSteps) -> str:
+    return f"{steps.turns} turns share the steps of {steps.executors} executors, {1e3 * steps.step_seconds:.1f} ms each"
+
+
+def _company(woken: Sized) -> str:
+    return f" and {len(woken) - 1} more" if len(woken) > 1 else ""
 
 
 def _when(seconds: float) -> str:

@@ -1,8 +1,11 @@
-"""Forecasts: when the waiting turns of a cell are done, from estimates of each worker's rate and delays.
+"""Forecasts: when the waiting turns of a cell are done, from estimates of each worker's rates, steps and delays.
 
 Keeps true
 - One more worker never makes the finish later.
-- A quantity that was never measured has an assumed value, and the first measurement replaces it.
+- A quantity that was never measured has an assumed value, and the first measurement replaces it. Only the steps of
+  workers have no assumed cost.
+- The seconds of a worker's step are a line, fitted to its held tokens: each token that is held makes a step longer,
+  because decoding reads the whole KV cache. Held turns alone would not do: their contexts grow while turns end.
 
 Each worker does work from the time at which it is free, at its own rate. Pure.
 
@@ -18,8 +21,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from rose.pipeline.control.shared_steps import StepShare
 from rose.pipeline.running_mean import RunningMean
 from rose.schemas.cells import ExecutorLine
+from rose.topics.fading_line import FadingLine
 
 WEIGHT = 0.2
 """Weight of the newest value in a running mean, from the fifth value on."""
@@ -123,6 +128,29 @@ FIRST_RATES = Rates(1000.0, 100.0)
 """Assumed until a worker was open."""
 
 
+MIN_SPREAD = 0.25
+"""Sum of the squared relative deviations of held tokens from which the cost of a worker's steps counts as known. An
+error of 5 % in the step seconds then changes the part of a step that its turns add by at most a tenth of the step."""
+
+LEAST_STEP_SECONDS = 1e-12
+"""Lower bound of both terms of a worker's step."""
+
+
+class WorkerSteps(NamedTuple):
+    """Steps of a worker."""
+
+    serving: bool
+    line: FadingLine
+    """Seconds of a step by the tokens that the worker holds."""
+    most_turns: int
+    """Turns that it runs at once."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the held tokens have differed enough for the line to hold."""
+        return self.line.spread >= MIN_SPREAD * self.line.mean_x**2 > 0.0
+
+
 @dataclass(slots=True)
 class DelayEstimate:
     """Mean duration of an operation by worker; a worker without measurements has the mean of the fleet."""
@@ -152,6 +180,11 @@ class WorkerEstimates:
         """Whether a worker serves, and its rates when it was last open; by worker."""
         self._fleet_rates: Rates | None = None
         """Cached result of `_typical_rates`; None after a change."""
+        self._steps: dict[str, WorkerSteps] = {}
+        """Steps of the workers that were open with turns."""
+        self._fleet_step: StepShare | None = None
+        self._fleet_step_is_stale = False
+        """Whether `_fleet_step` has to be computed again."""
         self._prefill_tokens = RunningMean(1000.0, WEIGHT)
         """Prefill tokens of a waiting turn."""
         self._new_tokens = RunningMean(100.0, WEIGHT)
@@ -162,6 +195,12 @@ class WorkerEstimates:
         decode = line.decode_tokens_per_second * line.lanes
         self._rates[line.worker] = line.serving, Rates(line.prefill_tokens_per_second, decode)
         self._fleet_rates = None
+        if line.held_turns:  # without turns the rate is that of earlier steps
+            known = self._steps.get(line.worker)
+            steps = known.line if known else FadingLine(0.0, LEAST_STEP_SECONDS, LEAST_STEP_SECONDS)
+            steps.add(line.held_tokens, 1.0 / line.decode_tokens_per_second)
+            self._steps[line.worker] = WorkerSteps(line.serving, steps, line.lanes)
+            self._fleet_step_is_stale = True
 
     def on_waiting(self, turns: int, prefill_tokens: int, new_tokens: int) -> None:
         """Take the sums over the waiting turns of a summary; `turns` is more than 0."""
@@ -171,7 +210,8 @@ class WorkerEstimates:
     def forget(self, worker: str) -> None:
         """Forget everything about a worker."""
         self._rates.pop(worker, None)
-        self._fleet_rates = None
+        self._steps.pop(worker, None)
+        self._fleet_rates, self._fleet_step_is_stale = None, True
         self.wake.workers.pop(worker, None)
         self.catch_up.workers.pop(worker, None)
 
@@ -179,6 +219,27 @@ class WorkerEstimates:
         """Turns of mean length that a worker does a second, without cached prefixes."""
         rates = self._rates[worker][1] if worker in self._rates else self._typical_rates()
         return 1.0 / (self._prefill_tokens.value / rates.prefill + max(1.0, self._new_tokens.value) / rates.decode)
+
+    def step_share(self, worker: str, turn_tokens: float) -> StepShare | None:
+        """Cost of a worker's steps, with `turn_tokens` tokens held for each turn. None if no worker's steps are known.
+
+        A worker whose steps are not known has the mean of the known serving workers, or of all known workers.
+        """
+        steps, turn_tokens = self._steps.get(worker), max(1.0, turn_tokens)
+        if steps is not None and steps.is_known:
+            return StepShare(steps.line.base, steps.line.slope * turn_tokens, steps.most_turns)
+        typical = self._typical_step()
+        return typical and StepShare(typical.base_seconds, typical.turn_seconds * turn_tokens, typical.most_turns)
+
+    def _typical_step(self) -> StepShare | None:
+        """Mean of the known steps, for turns of one token."""
+        if self._fleet_step_is_stale:
+            self._fleet_step_is_stale = False
+            known = [steps for steps in self._steps.values() if steps.is_known]
+            known = [steps for steps in known if steps.serving] or known
+            columns = zip(*((each.line.base, each.line.slope, each.most_turns) for each in known), strict=True)
+            self._fleet_step = StepShare(*(sum(column) / len(known) for column in columns)) if known else None
+        return self._fleet_step
 
     def _typical_rates(self) -> Rates:
         """Mean rates of the known serving workers; of all known workers if no serving worker is known."""

@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from rose.pipeline.clock import format_utc
-from rose.pipeline.control.elasticity import ElasticityCore, Lender
+from rose.pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.control.lenders import Lender
 from rose.schemas.grants import CapacityGrant
 
 State = dict[str, Any]

@@ -15,6 +15,7 @@ from rose.pipeline.observability.reference import (
     servers,
     topics_page,
 )
+from rose.pipeline.observability.scenario_fields import scenario_fields_page
 
 FOLDER = "deploy/dashboards"
 
@@ -33,6 +34,7 @@ def generated_files() -> dict[str, str]:
         Page.CONFIGURATION: configuration_page(),
         Page.TOPICS: topics_page(),
         Page.LOG_EVENTS: log_events_page(),
+        Page.SCENARIOS: scenario_fields_page(),
     }
     dashboards = {
         f"{FOLDER}/{each.name}.json": json.dumps(as_json(each, known), indent=2, ensure_ascii=False) + "\n"

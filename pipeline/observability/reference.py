@@ -57,6 +57,7 @@ class Page(Enum):
     TOPICS = "Topics"
     METRICS = "Metrics"
     LOG_EVENTS = "Log events"
+    SCENARIOS = "Scenarios"
 
     @property
     def file_name(self) -> str:
@@ -86,8 +87,8 @@ def code(text: str) -> str:
 CLI_INTRODUCTION = f"""The command `rose` runs every role, and looks at runs. `rose COMMAND --help` prints the same
 texts. The exit status is 0 for success, 1 for a failure or a finding, 2 for a usage error.
 
-All commands except `keys`, `calibrate`, `health` and `topics prompt-schema` take the options of the section
-[{PANEL}](#{{anchor}})."""
+All commands except `keys`, `calibrate`, `estimate`, `simulate`, `health` and `topics prompt-schema` take the options
+of the section [{PANEL}](#{{anchor}})."""
 
 
 def cli_page() -> str:

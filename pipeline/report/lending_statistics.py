@@ -259,8 +259,8 @@ def summarise_lending(
     )
 
 
-def lending_sentence(lending: Lending) -> str:
-    """Return the main result of lending in one or two sentences."""
+def lending_sentence(lending: Lending, *, users: str = "replayed from a trace of real users") -> str:
+    """Return the main result of lending in one or two sentences; `users` says where the requests come from."""
     if not lending.requests:
         return "The serving engine had no requests: all lent capacity was idle."
     if not lending.turns:
@@ -269,7 +269,7 @@ def lending_sentence(lending: Lending) -> str:
     undrawn = f" Lent turns outside the plotted seconds: {lending.undrawn:,}." if lending.undrawn else ""
     kept, share = f"{100 * lending.kept:.1f} %", f"{100 * lending.share:.0f} %"
     return (
-        f"Serving answered {lending.requests:,} requests, replayed from a trace of real users, {kept} of them within "
+        f"Serving answered {lending.requests:,} requests, {users}, {kept} of them within "
         f"the latency targets. Meanwhile its engine sampled {share} of the run's rollout tokens.{failed}{undrawn}"
     )
 

@@ -7,10 +7,9 @@ Keeps true
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -29,6 +28,7 @@ from rose.pipeline.report.lending_statistics import (
     seconds_of_lending,
     summarise_lending,
 )
+from rose.pipeline.report.page import number, percent, render_page
 from rose.pipeline.report.summary import RunMetadata, Success, Summary, summarise
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings
@@ -109,6 +109,15 @@ def print_summary(console: Console, summary: Summary, folder: Path) -> None:
     console.print(table, highlight=False, soft_wrap=True)
 
 
+class PageTexts(NamedTuple):
+    """Sentences of the page that depend on what the page reports."""
+
+    headline: str
+    date: str
+    users: str = "replayed from a trace of real users"
+    """Where the requests of users come from."""
+
+
 def report_html(
     summary: Summary,
     history: RunHistory,
@@ -116,18 +125,18 @@ def report_html(
     configuration: str,
     steps: Sequence[Mapping[str, Any]] = (),
     rows: Sequence[LendingSecond] = (),
+    texts: PageTexts | None = None,
 ) -> str:
     """Return the report as HTML.
 
     `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`, `rows` those of
-    `moments.jsonl`.
+    `moments.jsonl`. `texts` are by default those of a live run.
     """
-    from jinja2 import Environment, StrictUndefined
-    from plotly.io import to_html
-    from plotly.offline import get_plotlyjs
-
     from rose.pipeline.report import charts, cost_charts
 
+    if texts is None:
+        started = datetime.fromtimestamp(summary.started_at, UTC)
+        texts = PageTexts(headline(summary.success), started.strftime("%-d %B %Y, %H:%M UTC"))
     drawn = {
         "lending": charts.lending_chart(rows, summary.lending.promised) if summary.lending else None,
         "learning": charts.learning_curve(history, summary.success),
@@ -140,31 +149,17 @@ def report_html(
         "cost_fates": cost_charts.cost_by_fate(summary.cost),
         "cost_steps": cost_charts.cost_per_correct(summary.cost),
     }
-    pictures = {
-        name: to_html(
-            figure,
-            full_html=False,
-            include_plotlyjs=False,
-            div_id=name,
-            config={"displayModeBar": False, "responsive": True},
-        )
-        for name, figure in drawn.items()
-        if figure is not None
-    }
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters.update(number=_number, duration=_duration, milliseconds=_milliseconds, size=_size, percent=_percent)
-    template = page.from_string((files("rose.pipeline.report") / "report.html.j2").read_text(encoding="utf-8"))
-    return template.render(
+    return render_page(
+        "report.html.j2",
+        drawn,
         summary=summary,
-        headline=headline(summary.success),
+        headline=texts.headline,
         law=conservation_sentence(summary),
-        lent=lending_sentence(summary.lending) if summary.lending else None,
+        lent=lending_sentence(summary.lending, users=texts.users) if summary.lending else None,
         priced=cost_sentence(summary.cost),
         uncounted=uncounted_sentence(summary.cost),
-        pictures=pictures,
         configuration=configuration,
-        plotly=get_plotlyjs(),
-        date=datetime.fromtimestamp(summary.started_at, UTC).strftime("%-d %B %Y, %H:%M UTC"),
+        date=texts.date,
     )
 
 
@@ -172,9 +167,9 @@ def headline(success: Success) -> str:
     """Return the held-out result of the run in one sentence."""
     match success:
         case Success(before=float(before), after=float(after)):
-            return f"Held-out success went from {_percent(before)} to {_percent(after)} on {success.n} fixed tasks."
+            return f"Held-out success went from {percent(before)} to {percent(after)} on {success.n} fixed tasks."
         case Success(after=float(after)):
-            return f"Held-out success was {_percent(after)} on {success.n} fixed tasks."
+            return f"Held-out success was {percent(after)} on {success.n} fixed tasks."
         case _:
             return "Held-out success was not measured."
 
@@ -183,14 +178,12 @@ def conservation_sentence(summary: Summary) -> str:
     """Return the conservation law with its numbers in one sentence."""
     terms = summary.trajectories
     ends = ", ".join(
-        f"{_number(count)} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested" and count
+        f"{number(count)} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested" and count
     )
     verdict = "none was lost and none counted twice"
     if summary.lost or summary.doubled:
         verdict = f"{summary.lost} were lost and {summary.doubled} counted twice"
-    return (
-        f"Of {_number(terms['requested'])} requested trajectories, each has one end: {ends or 'none yet'}; {verdict}."
-    )
+    return f"Of {number(terms['requested'])} requested trajectories, each has one end: {ends or 'none yet'}; {verdict}."
 
 
 def cost_sentence(cost: CostReport) -> str:
@@ -215,27 +208,3 @@ def uncounted_sentence(cost: CostReport) -> str:
         "Unknown: the time of the trainer, which has no step log in this run's folder.": not cost.trainer_known,
     }
     return " ".join(sentence for sentence, holds in sentences.items() if holds)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.1f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _milliseconds(seconds: float) -> str:
-    milliseconds = 1000 * seconds
-    if milliseconds >= 1000:
-        return f"{seconds:.2f} s"
-    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
-
-
-def _size(value: int) -> str:
-    return f"{value / 2**20:,.1f} MiB" if value < 2**30 else f"{value / 2**30:,.2f} GiB"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

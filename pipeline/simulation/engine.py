@@ -40,6 +40,9 @@ class EngineRequest(NamedTuple):
     new_tokens: int
     """Tokens that the request samples, at least one."""
     arrived_at: float
+    blocks: tuple[str, ...] = ()
+    """Names of the blocks that the last segment and the sampled tokens fill, if these are cached by their content.
+    Without names, they are cached under the name of the last segment."""
 
     @property
     def context_tokens(self) -> int:
@@ -54,6 +57,7 @@ class Running:
     request: EngineRequest
     segments: tuple[Segment, ...]
     """The context, with the names of the segments in the cache."""
+    salt: int
     context_tokens: int
     """Tokens to compute before the next token is sampled: the context, and what was sampled before a preemption."""
     cached_tokens: int
@@ -99,7 +103,7 @@ class Plan(NamedTuple):
     first_seconds: float
     """Time of the first step."""
     growth_seconds: float
-    """By how much each step is longer than the step before."""
+    """Seconds by which each step is longer than the step before."""
     decoding: int
     tokens: int
     """Tokens that one of the steps computes."""
@@ -130,6 +134,12 @@ NO_PLAN = Plan(0.0, 0, 0.0, 0.0, 0, 0)
 BeforeStep = Callable[[float], float]
 """Called at the beginning of a step; returns the seconds by which another tenant delays the step."""
 
+OnSteps = Callable[[Plan, int], None]
+"""Called when the first steps of a plan have ended, with their number."""
+
+OnPause = Callable[[float, float], None]
+"""Called when the engine is stopped, with the times of its last `resume` and of its stop."""
+
 
 class Engine:
     """The requests of one engine."""
@@ -149,6 +159,8 @@ class Engine:
         self.token_gaps = LatencyHistogram()
         """Seconds from one token of a request to the next, over all tokens."""
         self.before_step: BeforeStep | None = None
+        self.on_steps: OnSteps | None = None
+        self.on_pause: OnPause | None = None
         self.single_steps = False
         """Whether one step is planned at a time, so that `before_step` is called before each (`plan_single_steps`)."""
         self._prefilling: list[Running] = []
@@ -164,6 +176,7 @@ class Engine:
         """Seconds of steps, each divided by the tokens of its step: what one decoding request was charged so far."""
         self._plan = NO_PLAN
         self._paused_at: float | None = None
+        self._resumed_at = 0.0
         self._stepped_at = 0.0
         """End of the newest step."""
         self._salt = 0
@@ -183,6 +196,11 @@ class Engine:
     def decoding(self) -> int:
         """Number of requests that have their first token."""
         return len(self._decoding)
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Context tokens of the requests that decode, at the newest event."""
+        return self._decode_context
 
     @property
     def held_tokens(self) -> int:
@@ -283,12 +301,14 @@ class Engine:
         """Stop in mid-step."""
         if self._paused_at is None:
             self._paused_at = now
+            if self.on_pause is not None:
+                self.on_pause(self._resumed_at, now)
 
     def resume(self, now: float) -> None:
         """Go on where `pause` stopped."""
         if self._paused_at is None:
             return
-        paused, self._paused_at = now - self._paused_at, None
+        paused, self._paused_at, self._resumed_at = now - self._paused_at, None, now
         if self._plan.steps:
             self._plan = self._plan._replace(began=self._plan.began + paused)
         else:
@@ -357,6 +377,8 @@ class Engine:
             if steps > 1:
                 self.token_gaps.add((seconds - plan.first_seconds) / (steps - 1), plan.decoding * (steps - 1))
         self._stepped_at = plan.began + seconds
+        if self.on_steps is not None:
+            self.on_steps(plan, steps)
         self._plan = plan._replace(
             began=self._stepped_at,
             steps=plan.steps - steps,
@@ -451,7 +473,7 @@ class Engine:
         self.cache.take(own.name)
         self._held += max(0, cached - (context - own.tokens - sampled))
         self._tickets += 1
-        running = Running(request, segments, context, cached, at, cached, self._tickets, sampled)
+        running = Running(request, segments, self._salt, context, cached, at, cached, self._tickets, sampled)
         if waiting.device_seconds:
             running.cached_tokens, running.scheduled_at = waiting.cached_tokens, waiting.scheduled_at
             running.first_token_at, running.device_seconds = waiting.first_token_at, waiting.device_seconds
@@ -499,7 +521,12 @@ class Engine:
         self._held -= max(0, running.computed - before) + sampled
         block = self.cost.block_tokens
         computed = running.computed + max(0, sampled - 1)  # the last sampled token was no input yet
-        self.cache.put(last.name, max(0, computed // block * block - before))
+        whole = max(0, computed // block * block - before)
+        if running.request.blocks:
+            for name in reversed(running.request.blocks[: whole // block]):
+                self.cache.put(f"{running.salt}/{name}", block)
+        else:
+            self.cache.put(last.name, whole)
         for segment in reversed(shared):  # the end of a context is evicted before its beginning
             self.cache.release(segment.name)
         self.cache.shrink(max(0, self.kv_tokens - self._held))

@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.prefix_cache import Segment
+from rose.pipeline.simulation.recorder import HeldTurn, Recorder, Swap
 from rose.schemas.arrays import ITEM_BYTES, count
 from rose.schemas.heartbeats import TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.sampled_tokens import SampledTokens, VersionSpan
@@ -37,22 +39,35 @@ HEARTBEAT_SECONDS = 0.2
 
 @dataclass(slots=True)
 class Work:
-    """What a simulated turn will do."""
+    """The work of a simulated turn."""
 
     segments: tuple[Segment, ...]
     new_tokens: int
     """Tokens that the whole turn samples."""
+    blocks: tuple[str, ...] = ()
+    """See `EngineRequest.blocks`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Surroundings:
-    """What an executor reaches outside of itself."""
+    """The surroundings of an executor: clock, bus and work."""
 
     events: EventQueue
     send: Callable[["Executor", TurnResult | SlackHeartbeat], None]
     """Writes a record to the bus."""
     work_of: Callable[[TurnDispatch], Work]
     heartbeat_seconds: float = HEARTBEAT_SECONDS
+    recorder: Recorder | None = None
+
+
+class AttemptFigures(NamedTuple):
+    """One answered attempt."""
+
+    key: TurnKey
+    device_seconds: float
+    sampled: bool
+    """Whether it sampled a token."""
+    ended_at: float
 
 
 class Executor:
@@ -84,6 +99,13 @@ class Executor:
         self._held: dict[str, tuple[TurnKey, float, int]] = {}
         """Turns in the engine: key, time of arrival, and version at the beginning."""
         self._offers: deque[tuple[float, int, int]] = deque()
+        self.attempts: list[AttemptFigures] = []
+        """Answered attempts, for the cost."""
+        self.lost_attempts = 0
+        """Attempts that were lost when the executor was killed."""
+        self.held: list[tuple[float, float]] = []
+        """Ended times in which the rollouts had its devices."""
+        self.held_since: float | None = None
         self._next_version: int | None = None
         self._looked_at = 0.0
         self._beats = False
@@ -91,6 +113,7 @@ class Executor:
     def start(self, first: float) -> None:
         """Begin to send heartbeats `first` seconds from now."""
         self.gone = False
+        self.held_since = self._events.now if self.held_since is None else self.held_since
         if not self._beats:
             self._beats = True
             self._events.repeat(self._around.heartbeat_seconds, self._beat, first=first)
@@ -123,7 +146,7 @@ class Executor:
         segments = (*shared, Segment(own.name, own.tokens + sampled))
         self._held[name] = dispatch.key, now, self.version
         self._catch_up()
-        self.engine.add(EngineRequest(name, segments, work.new_tokens - sampled, now), now)
+        self.engine.add(EngineRequest(name, segments, work.new_tokens - sampled, now, work.blocks), now)
         self.on_work()
 
     def on_work(self) -> None:
@@ -141,6 +164,8 @@ class Executor:
         self._catch_up()
         self.engine.drop_cache()
         self.version = version
+        if self._around.recorder is not None:
+            self._around.recorder.add(Swap(self.name, version, self._events.now, swap_seconds))
         if not self.engine.paused:
             self.engine.pause(self._events.now)
             self._events.after(swap_seconds, self._swapped)
@@ -149,6 +174,16 @@ class Executor:
     def _swapped(self) -> None:
         self.engine.resume(self._events.now)
         self.on_work()
+
+    def _vanish(self) -> None:
+        self.gone = True
+        if self.held_since is not None:
+            self.held.append((self.held_since, self._events.now))
+            self.held_since = None
+
+    def held_times(self, now: float) -> list[tuple[float, float]]:
+        """Return the times up to now in which the rollouts had its devices."""
+        return [*self.held, (self.held_since, now)] if self.held_since is not None else self.held
 
     def speak(self) -> None:
         """Send heartbeats again."""
@@ -160,12 +195,13 @@ class Executor:
         self.gate.close(reason)
         self._return_turns(reason)
         self.heartbeat(ExecutorState.STOPPING)
-        self.gone = True
+        self._vanish()
 
     def kill(self) -> None:
         """Vanish: nothing is answered, and no heartbeat comes any more."""
         self._catch_up()
-        self.gone = True
+        self._vanish()
+        self.lost_attempts += len(self._held)
         for name in self.engine.names():
             self.engine.abort(name, self._events.now)
         self._held.clear()
@@ -270,7 +306,11 @@ class Executor:
                 finished_at=result.finished_at,
             ),
         )
-        done = TurnFinished(turn, device_seconds=result.device_seconds)
+        if self._around.recorder is not None:
+            self._around.recorder.add(HeldTurn(self.name, key, received_at, result, version, outcome))
+        device_seconds = self.cost.tensor_parallel * result.device_seconds
+        self.attempts.append(AttemptFigures(key, device_seconds, bool(many), result.finished_at))
+        done = TurnFinished(turn, device_seconds=device_seconds)
         self._send(finished_result(self._start, dispatch, done, outcome, reason, received_at=received_at))
 
     def _send(self, result: TurnResult) -> None:
@@ -291,7 +331,9 @@ class Executor:
             kv_bytes_free=max(0, engine.kv_tokens - engine.held_tokens) * per_token,
             kv_bytes_per_token=per_token,
             prefill_tokens_per_second=self._prefill_rate,
-            decode_tokens_per_second=self.cost.decode_tokens_per_second(max(1, engine.running)),
+            decode_tokens_per_second=self.cost.decode_tokens_per_second(
+                max(1, engine.running), engine.decode_context_tokens
+            ),
             steps=0,
             step_seconds=0.0,
         )

@@ -29,6 +29,7 @@ from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.lender import LendingServer, ServingEngine
 from rose.pipeline.simulation.policies import PolicyRouter
+from rose.pipeline.simulation.recorder import Recorder
 from rose.pipeline.simulation.rollout import Rollout
 from rose.pipeline.simulation.scenario import Elastic, Failure, Lending, Pool, Scenario
 from rose.pipeline.simulation.trainer import Trainer
@@ -61,15 +62,18 @@ class Cell:
 class Fleet:
     """All roles of one run."""
 
-    def __init__(self, scenario: Scenario, plans: GroupPlans | None = None) -> None:
-        """`plans`: what the trajectories of each group do; None draws the plans from the scenario's tasks."""
+    def __init__(self, scenario: Scenario, recorder: Recorder | None = None, plans: GroupPlans | None = None) -> None:
+        """`recorder`: keeps what a trace and a report show; None keeps nothing.
+
+        `plans`: what the trajectories of each group do; None draws the plans from the scenario's tasks.
+        """
         self.scenario = scenario
         self.events = EventQueue()
         self.executors: dict[str, Executor] = {}
         self.serving: list[ServingEngine] = []
         self.lenders: list[LendingServer] = []
         self._moved: list[Executor] = []
-        """With an allocator: the engine of the rollouts on each serving engine's GPUs."""
+        """The rollouts' engine on the GPUs of each serving engine, with an allocator."""
         self._away: set[int] = set()
         """Serving engines that an allocator has moved, or is moving, to the rollouts."""
         self._draw = random.Random(f"{scenario.seed}/fleet")
@@ -79,6 +83,7 @@ class Fleet:
             send=self._from_executor,
             work_of=lambda dispatch: self.rollout.work_of(dispatch),
             heartbeat_seconds=scenario.heartbeat_seconds,
+            recorder=recorder,
         )
         plans = plans or drawn_plans(scenario.tasks, scenario.seed)
         self.rollout = Rollout(plans, self.events, self._from_environment, self._on_sample)
@@ -94,7 +99,7 @@ class Fleet:
         """Run to the last training step. Raises Stalled, or AssertionError if a trajectory or a limit was lost."""
         self.trainer.start()
         self.events.run_until(lambda: self.trainer.done, latest=self.scenario.most_seconds)
-        self._check()
+        self.check()
 
     @property
     def overfilled(self) -> int:
@@ -355,7 +360,7 @@ class Fleet:
             executor.kill()
         self.events.at(back, partial(self._restart, executor))
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise AssertionError if a trajectory was lost or doubled, or an executor was sent more than it offered."""
         settled = [sample.trajectory_id for sample, _, _ in self.trainer.figures.settled]
         opened = self.rollout.opened * self.scenario.tasks.group_size

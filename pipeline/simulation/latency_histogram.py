@@ -30,13 +30,20 @@ class LatencyHistogram:
         self.total_seconds += weight * seconds
         self._buckets[int(math.log(max(seconds, LEAST_SECONDS)) * _SCALE // 1)] += weight
 
+    def merge(self, other: "LatencyHistogram") -> None:
+        """Add all latencies of another histogram."""
+        self.count += other.count
+        self.total_seconds += other.total_seconds
+        for bucket, weight in other._buckets.items():
+            self._buckets[bucket] += weight
+
     def mean(self) -> float:
         """Return the mean in seconds; 0 without latencies."""
         return self.total_seconds / self.count if self.count else 0.0
 
     def percentile(self, share: float) -> float:
         """Return the latency that `share` (0 to 1) of all latencies do not exceed, in seconds; 0 without latencies."""
-        left = share * self.count
+        left = share * self.count * (1.0 - 1e-12)  # so that a rounding error does not reach into the next bucket
         for bucket in sorted(self._buckets):
             left -= self._buckets[bucket]
             if left <= 0:

@@ -19,6 +19,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import Engine, EngineRequest, EngineResult
 from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
+from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder, Swap
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import WorkerClass
 from rose.workers.executor.grants import Lease, Permission
@@ -46,7 +47,7 @@ QUIET_SECONDS = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class ServingFigures:
-    """What the users of one server saw."""
+    """Latencies that the users of one server saw."""
 
     ttft: LatencyHistogram
     requests: int = 0
@@ -99,7 +100,6 @@ class LendingServer(Executor):
         self.serving = serving
         self.admission = Admission(promise, serving_step_tokens=serving.engine.step_tokens)
         self.cuts = 0
-        self.lent_seconds = 0.0
         self._newest_version = newest_version
         self._parked = PARKED
         self._wake = 0
@@ -122,11 +122,25 @@ class LendingServer(Executor):
         self._shared_at = self._shared_seconds = 0.0
         """Time and busy seconds at the newest observation of `_share`."""
         self._had_turns = False
+        self._learned_seconds = 0.0
+        """The guest's busy seconds at the newest observation of its step time."""
         self._computed_at = 0.0
         """When the guest was last allowed to compute."""
         self.engine.pause(0.0)
         self.engine.limit_kv(0, 0.0)
+        if around.recorder is not None:
+            self._record(around.recorder)
         serving.engine.before_step = self._before_serving_step
+
+    def _record(self, recorder: Recorder) -> None:
+        """Let the recorder see the steps of serving, and the times in which the guest computes."""
+        self.serving.engine.on_steps = partial(recorder.on_serving_steps, self.name)
+        self.engine.on_pause = partial(recorder.on_guest_paused, self.name)
+
+    @property
+    def lent_seconds(self) -> float:
+        """Seconds in which the guest has computed, up to its newest whole step that was counted."""
+        return self.engine.busy_seconds
 
     def on_grant(self, grant: CapacityGrant, source: GrantSource) -> None:
         """Take a grant that has just been written."""
@@ -199,6 +213,8 @@ class LendingServer(Executor):
             return
         self._parked, self._computed_at = "", self._events.now
         self.version = version
+        if self._around.recorder is not None:
+            self._around.recorder.add(Swap(self.name, version, self._events.now, 0.0))
         newest, transfer_seconds = self._newest_version()
         if newest != version:
             self.publish(newest, transfer_seconds, 0.0)
@@ -249,14 +265,11 @@ class LendingServer(Executor):
         return NextWork(WorkKind.STEP, self.admission.guest.seconds(tokens))
 
     def _catch_up(self) -> None:
-        before, plan = self.engine.busy_seconds, self.engine.plan
+        plan = self.engine.plan
         super()._catch_up()
-        self._learn(plan.tokens, plan.first_seconds, self.engine.busy_seconds - before)
-
-    def _learn(self, tokens: int, step_seconds: float, seconds: float) -> None:
-        if seconds > 0.0:
-            self.lent_seconds += seconds
-            self.admission.guest.observe(tokens, step_seconds)
+        if self.engine.busy_seconds > self._learned_seconds and plan.tokens:
+            self._learned_seconds = self.engine.busy_seconds
+            self.admission.guest.observe(plan.tokens, plan.first_seconds)
 
     def _before_serving_step(self, at: float) -> float:
         """Let the guest compute between two steps of serving; return for how long serving waits."""
@@ -299,6 +312,8 @@ class LendingServer(Executor):
             )
         for result in ended:
             self.serving.on_ended(result)
+            if self._around.recorder is not None:
+                self._around.recorder.add(Answered(self.name, result))
         if ended:
             self._share_memory()
         if not engine.requests:
@@ -335,9 +350,12 @@ class LendingServer(Executor):
         shares = self._memory.decide(
             use, most_bytes=self._memory_limit, policy_version=self.version, grow=grow, now=now
         )
+        frozen = self._shares is not None and self._shares.frozen
         changed = self._shares is None or shares.budget_bytes != self._shares.budget_bytes
         self._shares = shares
         self.cuts += shares.cuts
+        if self._around.recorder is not None and (shares.cuts or shares.frozen != frozen):
+            self._around.recorder.add(MemoryDecision(self.name, now, shares.cuts, shares.frozen))
         if not changed:
             return
         tokens = shares.budget_bytes // theirs

@@ -88,7 +88,9 @@ class PrefixCache:
         return tokens
 
     def put(self, name: str, tokens: int) -> None:
-        """Keep a segment that no request uses any more."""
+        """Keep a segment that its request does not use any more, unless another one uses it."""
+        if name in self._used:
+            return
         before = self._unused.pop(name, 0)
         kept = max(before, tokens)
         if kept:

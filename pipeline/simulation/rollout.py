@@ -48,16 +48,26 @@ class TurnFigures:
     trajectory: str
     turn: int
     worker: str
+    """Executor that ended the turn."""
     attempts: int
     context_tokens: int
     cached_tokens: int
+    """Tokens that the last attempt found in the prefix cache."""
     new_tokens: int
     requested_at: float
+    queued_at: float
+    dispatched_at: float
+    received_at: float
     scheduled_at: float
+    first_token_at: float
     finished_at: float
     applied_at: float
     version: int
+    """Oldest version that sampled one of its tokens."""
+    environment_seconds: float
+    """Time of the environment's step that follows."""
     device_seconds: dict[str, float]
+    """Engine time by worker class, all attempts together."""
 
 
 @dataclass(slots=True)
@@ -125,36 +135,45 @@ class Rollout:
             return
         sampled = count(result.tokens)
         version = min(span.version for span in result.spans)
-        self.turns.append(
-            TurnFigures(
-                trajectory.name,
-                trajectory.turn,
-                result.worker or "",
-                result.attempt + 1,
-                result.context_tokens,
-                result.cached_tokens,
-                sampled,
-                result.times.requested_at,
-                result.times.scheduled_at,
-                result.times.finished_at,
-                self._events.now,
-                version,
-                dict(result.device_seconds),
-            )
-        )
         trajectory.oldest_version = (
             version if trajectory.oldest_version is None else min(version, trajectory.oldest_version)
         )
         trajectory.sampled_tokens += sampled
         trajectory.device_seconds = add_device_seconds(trajectory.device_seconds, result.device_seconds)
-        trajectory.context_tokens += sampled
         seconds = trajectory.plan.turns[trajectory.turn].environment_seconds
+        self._count(result, sampled, version, seconds)
+        trajectory.context_tokens += sampled
         trajectory.turn += 1
         if trajectory.turn == len(trajectory.plan.turns):
             self._events.after(seconds, lambda: self._end(trajectory))
             return
         trajectory.context_tokens += trajectory.plan.turns[trajectory.turn].observed_tokens
         self._events.after(seconds, lambda: self._ask(trajectory.name))
+
+    def _count(self, result: TurnResult, sampled: int, version: int, environment_seconds: float) -> None:
+        times = result.times
+        self.turns.append(
+            TurnFigures(
+                trajectory=result.trajectory_id,
+                turn=result.turn,
+                worker=result.worker or "",
+                attempts=result.attempt + 1,
+                context_tokens=result.context_tokens,
+                cached_tokens=result.cached_tokens,
+                new_tokens=sampled,
+                requested_at=times.requested_at,
+                queued_at=times.queued_at,
+                dispatched_at=times.dispatched_at,
+                received_at=times.received_at,
+                scheduled_at=times.scheduled_at,
+                first_token_at=times.first_token_at,
+                finished_at=times.finished_at,
+                applied_at=self._events.now,
+                version=version,
+                environment_seconds=environment_seconds,
+                device_seconds=dict(result.device_seconds),
+            )
+        )
 
     def _ask(self, name: str) -> None:
         trajectory = self.live[name]

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from rose.schemas.errors import UsageError
 from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_GROUP_SIZE, MAX_TURN_TOKENS, MAX_TURNS
+from rose.workers.lender.recording import read_recording
 
 Count = Annotated[int, Meta(ge=0, le=1_000_000)]
 Positive = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -25,6 +26,9 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Spread = Annotated[float, Meta(ge=0, le=4)]
 """Standard deviation of a logarithm."""
+
+PAPER_LATENCIES = frozenset({"ttft_p99", "tpot_p99"})
+"""Keys of `paper` that are no arms."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,13 +72,22 @@ class Spike(Part, frozen=True, kw_only=True):
     """Rate in this time relative to what it would be."""
 
 
-class Users(Part, frozen=True, kw_only=True):
-    """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second."""
+MINUTE_PEAK = 1.7
 
-    busy: Annotated[float, Meta(ge=0, lt=1)]
+
+class Users(Part, frozen=True, kw_only=True):
+    """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second.
+
+    Give either `busy` or `recording`.
+    """
+
+    busy: Annotated[float, Meta(ge=0, lt=1)] | None = None
     """Share of the time in which an engine that only serves computes, on average."""
-    minute_peak: Annotated[float, Meta(ge=1, le=100)] = 1.7
-    """Largest rate of a minute relative to the mean."""
+    recording: tuple[str, ...] = ()
+    """One file or several of `rose lend --observe --record`, relative to the scenario: each minute is as busy as there,
+    and after the last minute the first comes again."""
+    minute_peak: Annotated[float, Meta(ge=1, le=100)] = MINUTE_PEAK
+    """Largest rate of a minute relative to the mean; not with a recording, whose minutes have their own rates."""
     second_peak: Annotated[float, Meta(ge=1, le=1000)] = 4.2
     """Largest rate of a second relative to the mean."""
     prompt_tokens: Positive = 1020
@@ -83,9 +96,15 @@ class Users(Part, frozen=True, kw_only=True):
     new_spread: Spread = 0.8
     spikes: tuple[Spike, ...] = ()
 
+    def __post_init__(self) -> None:
+        if (self.busy is None) == (not self.recording):
+            raise ValueError("`[users]` needs either `busy` or `recording`")
+        if self.recording and self.minute_peak != MINUTE_PEAK:
+            raise ValueError("`minute_peak` contradicts `recording`, whose minutes have rates of their own")
+
 
 class TaskKind(Part, frozen=True, kw_only=True):
-    """What the trajectories of one kind of task do. Lengths are log-normal around a median, cut off at the limits."""
+    """The trajectories of one kind of task. Lengths are log-normal around a median, cut off at the limits."""
 
     prompt_tokens: Positive = 1000
     """Tokens of the first observation, which a group shares."""
@@ -132,6 +151,8 @@ class Training(Part, frozen=True, kw_only=True):
     """In versions; a synchronous trainer trains on the newest version only."""
     algorithm: Literal["grpo", "dapo"] = "grpo"
     """`dapo` samples dynamically: a group whose rewards are all equal is replaced by another group."""
+    colocated: bool = False
+    """Whether the trainer computes on the GPUs of the dedicated engines, so that their time costs once."""
     parameters: Annotated[float, Meta(gt=0, le=1e13)] = 8e9
     gpus: Positive = 16
     flops_per_gpu: Annotated[float, Meta(gt=0, le=1e17)] = 989e12
@@ -156,9 +177,9 @@ class Elastic(Part, frozen=True, kw_only=True):
     how: Literal["none", "lend", "whole"] = "lend"
     """`none`: never. `lend`: turn by turn. `whole`: an allocator moves whole engines."""
     allocation_seconds: Seconds = 60.0
-    """With `whole`: time until a moved engine takes turns."""
+    """Time until a moved engine takes turns, with `whole`."""
     engine_requests: Count = 0
-    """With `whole`: concurrent requests for which an engine is provisioned; 0: as many as an engine with users of its
+    """Concurrent requests for which an engine is provisioned, with `whole`; 0: as many as an engine with users of its
     own has at most."""
     at_most: Count = 0
     """Most engines that lend at once; 0 sets no limit."""
@@ -177,11 +198,24 @@ class Failure(Part, frozen=True, kw_only=True):
     """The run may end later than a run without failures by `for_seconds` and this time."""
 
 
+class PriceList(Part, frozen=True, kw_only=True):
+    """Prices of one device for one hour."""
+
+    currency: str
+    dedicated: Seconds
+    borrowed: Seconds
+    trainer: Seconds
+    dedicated_by_device: dict[str, Seconds] = {}
+    borrowed_by_device: dict[str, Seconds] = {}
+
+
 class Scenario(Part, frozen=True, kw_only=True):
     """A fleet, its users, tasks and trainer."""
 
     name: str
+    """If absent, the name of the file without its ending."""
     about: str = ""
+    """One sentence, for the results."""
     seed: int = 0
     dedicated: tuple[Pool, ...]
     lending: Lending | None = None
@@ -194,11 +228,14 @@ class Scenario(Part, frozen=True, kw_only=True):
     hop_seconds: Seconds = 0.01
     """Time of a record on the bus."""
     heartbeat_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    prices: PriceList | None = None
+    """None: costs are in device time only."""
     failures: tuple[Failure, ...] = ()
     most_seconds: Annotated[float, Meta(gt=0, le=1e9)] = 200_000.0
     """Simulated seconds after which the run counts as stalled."""
     paper: dict[str, float] = {}
-    """Ratios that a paper reports, by arm."""
+    """Ratios that a paper reports. By arm: how many times the throughput of that arm, or, if that arm moves whole
+    engines, how many times shorter the rollouts. `ttft_p99`, `tpot_p99`: latency relative to serving alone."""
 
     def __post_init__(self) -> None:
         if self.elastic.how != "none" and self.lending is None:
@@ -229,7 +266,11 @@ def load_scenario(path: Path) -> dict[str, Scenario]:
         raise UsageError(f"the scenario {path}: each arm is a table, such as [arms.fixed]")
     fields.setdefault("name", path.stem)
     named = {"rose": {}, **arms} if "rose" not in arms else arms
-    return {arm: _scenario(path, arm, merged(fields, changes)) for arm, changes in named.items()}
+    found = {arm: _scenario(path, arm, merged(fields, changes)) for arm, changes in named.items()}
+    for arm, scenario in found.items():
+        if unknown := sorted(scenario.paper.keys() - found.keys() - PAPER_LATENCIES):
+            raise UsageError(f"the scenario {path}, arm {arm}: `paper.{unknown[0]}` names no arm")
+    return found
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +284,7 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def _scenario(path: Path, arm: str, fields: Mapping[str, Any]) -> Scenario:
     try:
-        return msgspec.convert(_with_whole_kinds(fields), Scenario, strict=True)
+        return msgspec.convert(_with_recordings(path, _with_whole_kinds(fields)), Scenario, strict=True)
     except msgspec.ValidationError as error:
         raise UsageError(f"the scenario {path}, arm {arm}: {error}") from error
 
@@ -257,3 +298,16 @@ def _with_whole_kinds(fields: Mapping[str, Any]) -> dict[str, Any]:
     common = {name: value for name, value in tasks.items() if name in TaskKind.__struct_fields__}
     whole = [merged(common, kind) if isinstance(kind, dict) else kind for kind in kinds]
     return {**fields, "tasks": {**tasks, "kinds": whole}}
+
+
+def _with_recordings(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with the paths of recordings relative to the scenario's folder. Raises UsageError."""
+    users = fields.get("users")
+    given = users.get("recording") if isinstance(users, dict) else None
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(users, dict) or not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        return dict(fields)
+    files = [path.parent / name for name in names]
+    for file in files:
+        read_recording(file)
+    return {**fields, "users": {**users, "recording": [str(file) for file in files]}}

@@ -2,8 +2,9 @@
 
 Keeps true
 - Arrivals are a Poisson process. Its rate changes by minute and by second, and the largest minute and the largest
-  second of a run have the stated ratio to the mean. Arrivals and lengths depend on the seed alone: every arm has the
-  same users.
+  second of a run have the stated ratio to the mean. With a recording, the rate of each minute is that at which an
+  engine would be busy as recorded; after its last minute the recording begins again. Arrivals and lengths depend on
+  the seed and the recording alone: every arm has the same users.
 - A request goes to the engine with the fewest requests of users, and among equal ones to the next in turn.
 """
 
@@ -16,6 +17,7 @@ from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import EngineRequest
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.prefix_cache import Segment
+from rose.pipeline.simulation.recorded_load import offered_load, recorded_minutes
 from rose.pipeline.simulation.scenario import Users
 
 PEAK_EVERY_SECONDS = 600
@@ -35,9 +37,13 @@ class Arrivals:
         mean_prompt = users.prompt_tokens * math.exp(users.prompt_spread**2 / 2)
         mean_new = users.new_tokens * math.exp(users.new_spread**2 / 2)
         alone = _seconds_alone(cost, round(mean_prompt), round(mean_new))
-        self.requests_per_second = -math.log1p(-users.busy) / alone * engines
-        """Mean rate. With requests of `alone` seconds an engine that takes its share is busy for `users.busy` of the
-        time (an M/G/infinity queue is empty for `exp(-rate * alone)` of the time)."""
+        recorded = [minute.load(engines) / alone * engines for minute in recorded_minutes(users.recording)]
+        self._recorded = recorded
+        """Mean rate of each recorded minute."""
+        self.requests_per_second = (
+            sum(recorded) / len(recorded) if recorded else offered_load(users.busy or 0.0) / alone * engines
+        )
+        """Mean rate, at which an engine that takes its share is busy for `users.busy` of the time or as recorded."""
 
     def start(self, events: EventQueue, send: Callable[[EngineRequest], None]) -> None:
         """Send requests from now on."""
@@ -56,19 +62,23 @@ class Arrivals:
     def _rate(self, second: int) -> float:
         """Requests of this second, on average."""
         users, minute = self._users, second // MINUTE
-        minutes = PEAK_EVERY_SECONDS // MINUTE
-        if minute % minutes == 1:
-            by_minute = users.minute_peak
-        else:  # the mean of all minutes is 1, that with the largest rate included
-            others = max(LEAST_RATE, (minutes - users.minute_peak) / (minutes - 1))
-            by_minute = others * _factor(self._seed, f"minute {minute}", users.minute_peak)
         by_second = _factor(self._seed, f"second {second}", users.second_peak / users.minute_peak)
         if minute % (PEAK_EVERY_SECONDS // MINUTE) == 1 and second % MINUTE == MINUTE // 2:
             by_second = users.second_peak / users.minute_peak
         spikes = (
             each.factor for each in users.spikes if each.at_seconds <= second < each.at_seconds + each.for_seconds
         )
-        return self.requests_per_second * by_minute * by_second * math.prod(spikes)
+        return self._rate_of_minute(minute) * by_second * math.prod(spikes)
+
+    def _rate_of_minute(self, minute: int) -> float:
+        if self._recorded:
+            return self._recorded[minute % len(self._recorded)]
+        peak, minutes = self._users.minute_peak, PEAK_EVERY_SECONDS // MINUTE
+        if minute % minutes == 1:
+            return self.requests_per_second * peak
+        # the mean of all minutes is 1, that with the largest rate included
+        others = max(LEAST_RATE, (minutes - peak) / (minutes - 1))
+        return self.requests_per_second * others * _factor(self._seed, f"minute {minute}", peak)
 
     def _poisson(self, mean: float) -> int:
         if mean > 500:

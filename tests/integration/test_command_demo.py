@@ -25,6 +25,11 @@ def test_demo_trains_settles_every_trajectory_and_writes_a_report(rose: Rose) ->
     assert 0 <= summary["success"]["before"] <= 1
     assert summary["turns"] >= 2 * TRAJECTORIES
     assert summary["weights"]["versions"] == 3
+    cost = summary["cost"]
+    assert cost["trainer_known"] and (cost["unknown_attempts"], cost["unjudged"], cost["assumed_devices"]) == (0, 0, 0)
+    assert sum(line["attempts"] for line in cost["lines"]) >= summary["turns"]
+    assert sum(step["device_seconds"] for step in cost["steps"]) == pytest.approx(cost["device_seconds"])
+    assert {"idle", "training"} <= {line["fate"] for line in cost["lines"]}
     assert "held-out success" in output
     assert (run / "model" / "config.json").exists()
     assert (run / "report.html").stat().st_size > 1_000_000

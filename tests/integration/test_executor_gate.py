@@ -254,6 +254,17 @@ def test_answered_turn_takes_no_room_and_is_listed_until_its_result_is_stored(
         router.until(lambda: not router.heartbeats[-1].holds)
 
 
+def test_answer_that_cannot_be_learned_from_is_refused_with_the_device_time_that_it_took(settings: BusSettings) -> None:
+    with running(settings) as (engine, router):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        router.dispatch("odd", [3, 4, 5])
+        engine.complete(engine.wait_for_command(SubmitTurn).name, [7], logprob=1.0)
+        refused = router.result("odd")
+        assert (refused.outcome, refused.refusal) == (TurnOutcome.REFUSED, Refusal.ENGINE)
+        assert (refused.device_seconds, refused.context_tokens) == ({"serving": 0.5}, 3)
+
+
 def test_executor_stays_in_its_cell_until_its_results_are_stored(
     broker: AnyBroker, namespace: str, withheld: type[Withheld]
 ) -> None:

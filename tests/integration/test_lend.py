@@ -25,6 +25,7 @@ from rose.topics.catalog import GRANTS, Partitions
 from rose.topics.local_broker import Broker, free_ports
 from rose.topics.settings import BusSettings
 from rose.workers.lender.config import LendConfig
+from rose.workers.lender.recording import ROW_SECONDS, read_recording
 from rose.workers.lender.vllm_server import CORE_LOST_STATUS
 from rose.workers.weights.config import DEFAULT_RUN
 from tests.support.brokers import AnyBroker, best_broker, flags
@@ -242,7 +243,8 @@ def test_stop_file_stops_lending_during_a_broker_outage(own_broker: Broker, tmp_
 
 def test_observed_server_lends_nothing_and_reports_its_potential(tmp_path: Path) -> None:
     [port] = free_ports(1)
-    with lending(tmp_path, "--observe", metrics__executor=port - SLOT) as server:
+    file = tmp_path / "day.csv"
+    with lending(tmp_path, "--observe", "--record", str(file), metrics__executor=port - SLOT) as server:
         until(lambda: metric(port, "rose_lender_observed_seconds_total") > 0)
         idle = metric(port, "rose_lender_idle_seconds_total")
         assert metric(port, "rose_lender_serving_kv_bytes", '{what="most"}') == 0.0
@@ -255,6 +257,12 @@ def test_observed_server_lends_nothing_and_reports_its_potential(tmp_path: Path)
         assert metric(port, "rose_lender_idle_seconds_total") < seconds
         until(lambda: server.has_logged("idle_capacity_observed"))
         assert not server.has_logged("guest_built")
+        until(lambda: len(file.read_text().splitlines()) > 2)
+    rows = read_recording(file)
+    print(*rows, sep="\n")
+    assert all(ROW_SECONDS <= row.seconds < 1.5 * ROW_SECONDS for row in rows)
+    assert any(row.idle_seconds < row.seconds and row.kv_bytes_most > 0 for row in rows), "the three requests"
+    assert rows[0].unix_seconds < rows[1].unix_seconds <= time.time()
 
 
 def metric(port: int, name: str, labels: str = "") -> float:

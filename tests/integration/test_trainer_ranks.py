@@ -199,6 +199,7 @@ def test_ranks_learn_what_one_process_learns(
     run_folder = tmp_path / "run"
     assert train_on_ranks(settings, policy_folder, run_folder, size, recompute_activations=size == 4) == [0] * size
     assert_close(run_folder, alone[1])
+    assert {line["devices"] for line in read_step_log(run_folder)} == {size}
     assert result_of(settings).outcomes == alone[0].outcomes
     assert audit_log(settings).clean
 

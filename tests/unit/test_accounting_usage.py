@@ -220,6 +220,11 @@ def test_executor_without_heartbeats_is_held_while_it_has_results_and_its_device
     assert [each.device for each in usage.attempts] == ["unknown", "unknown", "H800"]
 
 
+def test_executor_that_only_refused_is_not_held() -> None:
+    refused = msgspec.structs.replace(result(0, REFUSED, {}, worker="lender-0", started=False), refusal=Refusal.ROOM)
+    assert ledger_of(refused).usage(None).held == []
+
+
 def test_answers_and_steps_of_the_trainer_are_those_of_the_log() -> None:
     outcome = SampleOutcome(
         trajectory_id="g:0", group_id="g", outcome=Outcome.TRAINED, step=3, policy_version=2, recorded_at=9.0

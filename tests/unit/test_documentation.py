@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 GENERATED = frozenset(
-    f"docs/reference/{name}.md" for name in ("cli", "configuration", "topics", "metrics", "log-events")
+    f"docs/reference/{name}.md" for name in ("cli", "configuration", "topics", "metrics", "log-events", "scenarios")
 )
 """Pages written by a generator."""
 

@@ -204,7 +204,20 @@ def test_heartbeats_are_numbered_list_held_turns_and_count_each_cut_once() -> No
     box, writer = inbox(), HeartbeatWriter(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
     box.on_dispatch(dispatch(), 0, offset=10)
     tick = EngineStatus(
-        0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0, lending=LendingStats(cuts=2, frozen=True), seeded=False
+        0,
+        "cpu",
+        0,
+        0,
+        1000,
+        1000,
+        10,
+        1.0,
+        1.0,
+        0,
+        0.0,
+        lending=LendingStats(cuts=2, frozen=True),
+        seeded=False,
+        devices=4,
     )
     writer.on_status(tick)
     heartbeats = [
@@ -222,9 +235,9 @@ def test_heartbeats_are_numbered_list_held_turns_and_count_each_cut_once() -> No
             tick, box, state=ExecutorState.STOPPING, version=0, pause_reason="it stops", now=2.0, turns=[]
         ),
     ]
-    assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded) for beat in heartbeats] == [
-        (0, 2, True, False),
-        (1, 2, True, False),
+    assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded, beat.devices) for beat in heartbeats] == [
+        (0, 2, True, False, 4),
+        (1, 2, True, False, 4),
     ]
     assert [beat.holds for beat in heartbeats] == [packed_hashes(box.listed_hashes), b""]
     assert (

@@ -143,11 +143,10 @@ def test_turns_are_charged_for_every_device_of_their_steps(
         host.tick()
     while not host.abort_one_turn():
         pass
-    charged = [
-        done.device_seconds
-        for done in map(REPORT_DECODER.decode, RingBuffer(channel.reports).read())
-        if isinstance(done, TurnFinished)
-    ]
+    host.report_status()
+    reports = [REPORT_DECODER.decode(report) for report in RingBuffer(channel.reports).read()]
+    charged = [report.device_seconds for report in reports if isinstance(report, TurnFinished)]
+    assert [report.devices for report in reports if isinstance(report, EngineStatus)][-1] == 2
     steps = len(engine.steps)
     assert charged == [pytest.approx(steps * 2 * 0.001 / 2)] * 2
 

@@ -55,6 +55,13 @@ def test_percentile_is_off_by_at_most_half_of_a_bucket(values: list[tuple[float,
         assert histogram.percentile(number / 100) == pytest.approx(exact, rel=WIDTH / 2 + 1e-6)
 
 
+def test_share_that_ends_with_a_bucket_does_not_reach_into_the_next() -> None:
+    histogram = LatencyHistogram()
+    histogram.add(1.0, 84)
+    histogram.add(2.0, 66)
+    assert histogram.percentile(0.56) == pytest.approx(1.0, rel=WIDTH)
+
+
 def test_histogram_without_latencies_is_zero() -> None:
     assert (LatencyHistogram().mean(), LatencyHistogram().percentile(0.99)) == (0.0, 0.0)
 

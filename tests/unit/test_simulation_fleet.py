@@ -9,7 +9,7 @@ import pytest
 from rose.pipeline.simulation.fleet import Fleet
 from tests.support.simulation_fixtures import PROFILE, scenario
 
-LENDING = {
+LENDING: dict[str, Any] = {
     "lending": {"serving_profile": PROFILE, "guest_profile": PROFILE, "count": 3, "max_turns": 4},
     "elastic": {"how": "lend"},
     "users": {"busy": 0.1},
@@ -108,5 +108,3 @@ def test_device_seconds_of_all_turns_are_the_busy_seconds_of_the_engines() -> No
 def test_way_of_running_loses_no_trajectory(changes: dict[str, Any]) -> None:
     fleet = run(**{**LENDING, **changes})
     assert len(fleet.trainer.figures.steps) == 2
-
-

@@ -1,4 +1,4 @@
-"""A simulated lender serves first: a user waits at most for a layer, memory is cut without a loss, a parked guest is empty."""
+"""A simulated lender serves first, gives memory back without losing a turn, and holds nothing while it is parked."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from rose.pipeline.simulation.engine import EngineRequest, EngineResult
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.lender import LendingServer
 from rose.pipeline.simulation.prefix_cache import Segment
-from rose.schemas.heartbeats import SlackHeartbeat
 from tests.support.simulation_fixtures import PROFILE, scenario
 
 
@@ -109,18 +108,21 @@ def test_server_short_of_memory_cuts_its_guest_and_no_turn_is_lost(tmp_path: Pat
 
 
 def test_guest_shares_a_long_answer_of_the_server_by_slo_and_waits_for_its_end_by_strict() -> None:
-    lent = {}
+    lent: dict[float, list[float]] = {}
     for dial in (0.0, 1.0):
         fleet = fleet_of(lending={"dial": dial})
         users = Users(fleet)
         fleet.trainer.start()
         users.send(20.0, 500, 1500)
-        until(fleet, 20.0)
-        before = fleet.lenders[0].lent_seconds
-        until(fleet, 25.0)
-        lent[dial] = fleet.lenders[0].lent_seconds - before
+        lent[dial] = []
+        for seconds in (20.0, 25.0):
+            until(fleet, seconds)
+            users.lender.engine.count_steps(seconds)
+            lent[dial].append(users.lender.lent_seconds)
         assert not users.ended
-    assert lent[0.0] < 0.05 and lent[1.0] > 0.5
+    assert lent[0.0][0] == pytest.approx(lent[0.0][1], abs=0.02), "the step under way when the user came"
+    assert 0.3 * 5.0 < lent[1.0][1] - lent[1.0][0] < 0.7 * 5.0
+    assert lent[0.0][0] > 10.0, "the guest had all turns while no user was there"
 
 
 def test_lender_that_was_killed_while_its_guest_woke_lends_after_its_restart() -> None:

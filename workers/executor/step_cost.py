@@ -1,11 +1,9 @@
 """Online estimate of the seconds of an engine step, learned from the steps themselves.
 
 Keeps true
-- The estimate is `base + per_token * tokens` seconds, fitted by least squares over an exponentially fading past, and
-  both terms stay positive, so that every rate derived from it is finite.
-- A step makes the estimate of the cost per token forget only as much as the step tells about this cost. An engine that
-  decodes makes steps of similar size, whose differences are noise: the estimate from larger steps is kept until the
-  next prompt.
+- The estimate is `base + per_token * tokens` seconds, a `FadingLine`: both terms stay positive, so that every rate
+  derived from it is finite. An engine that decodes makes steps of similar size: the cost per token of larger steps is
+  kept until the next prompt.
 - The prediction error is known: `error` is a fading quantile of |measured - predicted| / predicted, each prediction
   made before its step was observed. About nine steps in ten end within `cautious_seconds`, whatever the fit omits.
 - Steps with a time bound are planned for the worst recent case: `tokens_within` leaves room for the largest
@@ -21,15 +19,10 @@ Pure. Example: steps of 10 tokens in 3 ms and 110 tokens in 13 ms -> base 2 ms, 
 
 import math
 
+from rose.topics.fading_line import FADING, FadingLine
+
 INITIAL_COST = {"base_seconds": 0.01, "token_seconds": 0.0001}
 """Initial estimate for an engine, before any step was observed."""
-
-FADING = 0.98
-"""Factor by which each step fades the weight of the steps before: about the last 50 steps count."""
-
-SLOPE_FADING = 0.998
-"""The fading of the cost per token in steps that tell nothing about this cost: half of the weight is left after 350
-steps."""
 
 MAX_STEP_GROWTH = 4
 """A step is planned for at most this many times the tokens of the largest recent step: costs are not known far beyond
@@ -70,19 +63,13 @@ class StepCost:
     """An online fit of step seconds against the tokens computed in the step."""
 
     def __init__(self, *, base_seconds: float, token_seconds: float) -> None:
-        self.base_seconds = base_seconds
-        self.token_seconds = token_seconds
+        self._line = FadingLine(base_seconds, token_seconds, LEAST_SECONDS)
         self.error = 1.0
         """Relative prediction error, 0.1 is ten percent; starts high, so that predictions without data are cautious."""
         self.observed = 0
         """Number of observed steps."""
         self.overshoot = 0.0
         """Largest relative excess of a recent step over its prediction, stalls left out."""
-        self._weight = self._tokens = self._seconds = 0.0
-        """Effective number of recent steps, and the means of their tokens and seconds."""
-        self._spread = self._covered = 0.0
-        """Sums, over distances from the means at the time, of tokens squared and of tokens times seconds. Each step
-        fades both sums in proportion to what it adds to the first."""
         self._largest = 0.0
         """Tokens of the largest step, fading."""
 
@@ -98,24 +85,18 @@ class StepCost:
         moved = self.error * math.exp(ERROR_RATE * (ERROR_QUANTILE if missed else ERROR_QUANTILE - 1.0))
         self.error = min(max(moved, LEAST_ERROR), MOST_ERROR)
         self.observed += 1
-        self._fit(tokens, seconds)
-
-    def _fit(self, tokens: int, seconds: float) -> None:
-        before = FADING * self._weight
-        self._weight = before + 1.0
-        more, longer = tokens - self._tokens, seconds - self._seconds
-        self._tokens += more / self._weight
-        self._seconds += longer / self._weight
-        information = before / self._weight * more * more
-        share = information * self._weight / self._spread if self._spread else 1.0
-        fading = min(max(FADING, 1.0 - (1.0 - FADING) * share), SLOPE_FADING)
-        self._spread = fading * self._spread + information
-        self._covered = fading * self._covered + before / self._weight * more * longer
         self._largest = max(FADING * self._largest, tokens)
-        if self._spread > 1e-6 * self._tokens * self._tokens:  # steps of one size alone say nothing about the slope
-            token_seconds = min(self._covered / self._spread, self._seconds / self._tokens)  # the base is not below 0
-            self.token_seconds = max(token_seconds, LEAST_SECONDS)
-        self.base_seconds = max(self._seconds - self.token_seconds * self._tokens, LEAST_SECONDS)
+        self._line.add(tokens, seconds)
+
+    @property
+    def base_seconds(self) -> float:
+        """Estimated seconds of a step without tokens."""
+        return self._line.base
+
+    @property
+    def token_seconds(self) -> float:
+        """Estimated seconds that each token adds to a step."""
+        return self._line.slope
 
     @property
     def has_observed(self) -> bool:
@@ -124,7 +105,7 @@ class StepCost:
 
     def seconds(self, tokens: float) -> float:
         """Predicted seconds of a step of `tokens` tokens."""
-        return self.base_seconds + self.token_seconds * tokens
+        return self._line.at(tokens)
 
     def cautious_seconds(self, tokens: int, *, steps: int = 1) -> float:
         """Seconds within which `steps` steps of `tokens` tokens together are expected to end, error included."""
@@ -148,10 +129,11 @@ class StepCost:
 
     def _exploratory_tokens(self, seconds: float) -> int:
         """Tokens with the cost per token discounted by `MIN_TOKEN_VARIANCE`, if they are expected to end in time."""
-        sure = self.token_seconds * self._spread / (self._spread + MIN_TOKEN_VARIANCE)
-        tokens = self._planned(seconds, max(sure, LEAST_SECONDS), self.seconds(self._tokens) - sure * self._tokens)
+        spread, tokens_mean = self._line.spread, self._line.mean_x
+        sure = self.token_seconds * spread / (spread + MIN_TOKEN_VARIANCE)
+        tokens = self._planned(seconds, max(sure, LEAST_SECONDS), self.seconds(tokens_mean) - sure * tokens_mean)
         expected = int((seconds / (1.0 + self.error) - self.base_seconds) / self.token_seconds)
-        return min(tokens, expected, round(2.0 * self._tokens))
+        return min(tokens, expected, round(2.0 * tokens_mean))
 
     def _planned(self, seconds: float, token_seconds: float, base_seconds: float) -> int:
         """Tokens of a step that ends within `seconds` in the worst recent case, at these costs."""

@@ -14,6 +14,7 @@ from rose.topics.metrics import register, unregister
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.executor.ipc.messages import ObservationReport
 from rose.workers.executor.metrics import SERVING_REQUESTS
+from rose.workers.lender.recording import Recording
 from rose.workers.lender.vllm.observing import STRETCH_BOUNDS
 
 LOG_SECONDS = 60.0
@@ -67,12 +68,15 @@ COLLECTOR = ObservationCollector()
 """The collector of this process."""
 
 
-def observe(client: EngineClient, stop: Event) -> None:
-    """Log and export observation reports until `stop` is set. Raises EngineBroken if the server is gone."""
+def observe(client: EngineClient, stop: Event, recording: Recording | None = None) -> None:
+    """Log, export and record observation reports until `stop` is set.
+
+    Raises EngineBroken if the server is gone, or RoseError if the recording can no longer be written.
+    """
     register(COLLECTOR)
     register(SERVING_REQUESTS)
     try:
-        _observe(client, stop)
+        _observe(client, stop, recording)
     finally:
         unregister(COLLECTOR)
         unregister(SERVING_REQUESTS)
@@ -80,7 +84,7 @@ def observe(client: EngineClient, stop: Event) -> None:
         SERVING_REQUESTS.clear()
 
 
-def _observe(client: EngineClient, stop: Event) -> None:
+def _observe(client: EngineClient, stop: Event, recording: Recording | None) -> None:
     log, logs_at, most = structlog.get_logger("lender"), time.monotonic(), 0
     while not stop.is_set():
         for report in client.reports():
@@ -89,6 +93,8 @@ def _observe(client: EngineClient, stop: Event) -> None:
                 HEALTH.report("observes its server, and lends nothing")
                 SERVING_REQUESTS.labels("running").set(report.running)
                 SERVING_REQUESTS.labels("waiting").set(report.waiting)
+                if recording is not None:
+                    recording.on_report(report)
         if COLLECTOR.report is not None and time.monotonic() >= logs_at:
             logs_at = time.monotonic() + LOG_SECONDS
             log.info("idle_capacity_observed", **log_fields(COLLECTOR.report, most))

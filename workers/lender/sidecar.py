@@ -38,6 +38,7 @@ from rose.workers.executor.grants import Lease
 from rose.workers.executor.ipc.engine_client import EngineClient
 from rose.workers.lender.config import LendConfig, LenderConfig
 from rose.workers.lender.observe import observe
+from rose.workers.lender.recording import Recording
 from rose.workers.lender.sidecar_link import Connection, connect
 from rose.workers.lender.status_page import StatusPage
 from rose.workers.lender.vllm import SETTING
@@ -68,6 +69,8 @@ class LendingPlan:
     stop_file: Path
     exporting: Callable[[], AbstractContextManager[None]]
     """Exports metrics and traces while a sidecar runs. May raise UsageError."""
+    record: Path | None = None
+    """File for the recording of an observed server."""
 
 
 def lend(plan: LendingPlan, serving: Path, flags: Sequence[str]) -> NoReturn:
@@ -223,7 +226,7 @@ def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], pa
     with closing(connection):
         client = EngineClient(connection.channel, connection.connection.fileno())
         if settings is None:
-            observe(client, stop)
+            observe(client, stop, None if plan.record is None else Recording(plan.record))
             return
         from rose.workers.executor.loop import run_executor  # not in the watchdog, nor in an observer
 
