@@ -4,10 +4,12 @@
     KAFKA_HOME=... python -m bench.simulation_live       on Apache Kafka
     python -m bench.simulation_live --executors 16 --groups 12
 
-The live run is that of `bench.elastic`, arm `fixed`: a real bus, router and environment worker, and executors whose
-compute is emulated (`bench.fleet`). The simulation has the same engines, the same prompts and sampled tokens. It takes
-two figures of the live run, the mean time of a record on the bus and the environment's time, because neither is
-modelled. Nothing else of the simulation depends on the live run.
+The live run is that of `bench.elastic`, arm `fixed`, with memory for prefixes (with `--kv-tokens 400`, as there, two
+turns fill an executor): a real bus, router and environment worker, and executors whose compute is emulated
+(`bench.fleet`). The simulation has the same engines, the same prompts and sampled tokens. It takes
+from the live run what it does not model: the mean time of a record on the bus, the time of each environment's steps,
+and when each trajectory requests its first turn (the worker opens all environments at once, in an order of its own).
+Nothing else of the simulation depends on the live run.
 
 - `rollout`: difference of the seconds from the first request to the last sample.
 - `workers`: turns by executor, half of the sum of the differences, relative to all turns. Equal executors are
@@ -29,10 +31,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from bench.broker import scratch_broker
 from bench.check import Check, keep, options, say
-from bench.fleet.arms import LENGTHS, RATES, Shape, prompts_of, specs_of
-from bench.fleet.engine import STEP_TOKENS, profile_of
+from bench.fleet.arms import LENGTHS, RATES, dedicated_name, prompts_of
+from bench.fleet.engine import STEP_TOKENS, Rates, profile_of
+from bench.fleet.executor import ExecutorSpec
 from bench.fleet.fleet import Plan
 from bench.fleet.rollout import MOST_TOKENS, job_of, rollout
 from bench.legs import on_the_bus
@@ -42,7 +47,6 @@ from rose.pipeline.simulation.scenario import Elastic, Pool, Scenario, Tasks, Tr
 from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
 from rose.schemas.samples import Sample
 from rose.topics.settings import BusSettings
-from rose.workers.loadgen.config import TRACE_FILE
 
 GROUPS = "live."
 """Prefix of the names of the counted groups."""
@@ -76,22 +80,13 @@ class Live(NamedTuple):
     """Mean time of a record on the bus."""
 
 
-def run_live(settings: BusSettings, executors: int, groups: int, group_size: int, folder: Path) -> Live:
+def run_live(settings: BusSettings, rates: Rates, executors: int, groups: int, group_size: int, folder: Path) -> Live:
     """Run a rollout on emulated executors. Raises Stalled."""
-    shape = Shape(
-        dedicated=executors,
-        lenders=0,
-        groups=groups,
-        group_size=group_size,
-        trace=TRACE_FILE,
-        speed=1.0,
-        allocation_delay=0.0,
-        wake=0.0,
-    )
+    specs = (ExecutorSpec(name=dedicated_name(number), slot=number, rates=rates) for number in range(executors))
     plan = Plan(
         bus=settings,
         job=job_of(settings),
-        executors=specs_of(shape, "fixed"),
+        executors=tuple(specs),
         lengths=LENGTHS,
         journal=str(folder / "journal.jsonl"),
     )
@@ -120,27 +115,28 @@ def live_of(samples: Sequence[Sample]) -> Live:
     groups: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in sorted(samples, key=lambda each: (each.group_id, int(each.trajectory_id.rpartition(":")[2]))):
         groups[sample.group_id].append(sample)
-    plans = [[plan_of(sample) for sample in members] for members in groups.values()]
+    plans = [[plan_of(sample, began) for sample in members] for members in groups.values()]
     hop = statistics.fmean(on_the_bus(turn.times) for turn in turns) / RECORDS_OF_A_TURN
     return Live(figures, plans, hop)
 
 
-def plan_of(sample: Sample) -> TrajectoryPlan:
-    """Return what a trajectory did: its tokens, and the environment's time."""
+def plan_of(sample: Sample, began: float) -> TrajectoryPlan:
+    """Return what a trajectory did: its tokens, and the times of its environment, from `began` on."""
     turns, known = [], 0
     for turn in sample.turns:
         turns.append(PlannedTurn(turn.start - known, turn.end - turn.start, turn.environment_seconds))
         known = turn.end
-    return TrajectoryPlan(tuple(turns), 0.0, MOST_TOKENS, bool(sample.success))
+    first = sample.turns[0].times.requested_at - began
+    return TrajectoryPlan(tuple(turns), first, MOST_TOKENS, bool(sample.success))
 
 
-def simulate(live: Live, executors: int, folder: Path) -> Figures:
+def simulate(live: Live, rates: Rates, executors: int, folder: Path) -> Figures:
     """Simulate the rollout."""
     profile = folder / "emulated.toml"
-    profile.write_text(write_profile(profile_of(RATES)), encoding="utf-8")
+    profile.write_text(write_profile(profile_of(rates)), encoding="utf-8")
     scenario = Scenario(
         name="live",
-        dedicated=(Pool(profile=str(profile), count=executors, max_turns=RATES.max_turns, step_tokens=STEP_TOKENS),),
+        dedicated=(Pool(profile=str(profile), count=executors, max_turns=rates.max_turns, step_tokens=STEP_TOKENS),),
         elastic=Elastic(how="none"),
         tasks=Tasks(groups=len(live.plans), group_size=len(live.plans[0]), max_turn_tokens=MOST_TOKENS),
         training=Training(steps=1),
@@ -191,20 +187,21 @@ def main() -> None:
     """Run the comparison; see the module."""
     parser = options(__doc__)
     parser.add_argument("--executors", type=_positive, default=64)
-    parser.add_argument("--groups", type=_positive, default=96, help="groups of trajectories")
+    parser.add_argument("--groups", type=_positive, default=24, help="groups of trajectories")
     parser.add_argument("--group-size", type=_positive, default=8)
+    parser.add_argument("--kv-tokens", type=_positive, default=4096, help="KV tokens of an executor")
     parser.add_argument("--runs", type=_positive, default=1)
     arguments = parser.parse_args()
+    rates = msgspec.structs.replace(RATES, kv_tokens=arguments.kv_tokens)
     rows = []
     folder = Path(tempfile.mkdtemp(prefix="rose-simulation-live-"))
     for number in range(arguments.runs):
         with scratch_broker() as broker:
-            live = run_live(
-                broker.settings(f"run{number}."), arguments.executors, arguments.groups, arguments.group_size, folder
-            )
+            shape = arguments.executors, arguments.groups, arguments.group_size
+            live = run_live(broker.settings(f"run{number}."), rates, *shape, folder)
             name = broker.name
         began = time.perf_counter()
-        simulated = simulate(live, arguments.executors, folder)
+        simulated = simulate(live, rates, arguments.executors, folder)
         rows.append(
             {
                 **differences(live.figures, simulated),
@@ -214,7 +211,7 @@ def main() -> None:
                 "simulated_reused": simulated.cached_tokens / simulated.context_tokens,
                 "turns": float(sum(live.figures.turns)),
                 "hop_milliseconds": 1000 * live.hop_seconds,
-                "processor_seconds_of_simulation": time.perf_counter() - began,
+                "simulation_took_seconds": time.perf_counter() - began,
             }
         )
         say(f"run {number}: {rows[-1]}")

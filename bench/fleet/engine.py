@@ -113,7 +113,8 @@ def profile_of(rates: Rates) -> Profile:
 class Engine:
     """The turns of one executor."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: Rates, prompts: dict[str, int] | None = None) -> None:
+        """`prompts`: tokens of the prompt of each group, which the engines of a fleet learn from first turns."""
         self._engine = SimulatedEngine(
             CostModel.of(profile_of(rates)),
             max_running=rates.max_turns,
@@ -122,8 +123,7 @@ class Engine:
         )
         self._outputs: dict[str, tuple[bytes, str]] = {}
         """Tokens that each turn samples here, and its finish reason."""
-        self._prompts: dict[str, int] = {}
-        """Tokens of the prompt of each group whose first turns were here."""
+        self._prompts = {} if prompts is None else prompts
         self._clock = 0.0
         """Seconds of compute so far."""
         self._clocks: list[float] = []

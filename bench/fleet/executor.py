@@ -149,8 +149,9 @@ class FleetExecutor:
         *,
         lease: Lease | None = None,
         memory: KvBudget | None = None,
+        prompts: dict[str, int] | None = None,
     ) -> None:
-        """Create an executor. `lease` and `memory` are for lenders."""
+        """Create an executor. `lease` and `memory` are for lenders; `prompts`: see `Engine`."""
         self.spec = spec
         self._lengths = lengths
         self._lease = lease
@@ -162,7 +163,7 @@ class FleetExecutor:
         self._inbox = Inbox(spec.name, incarnation, max_turns=spec.rates.max_turns, token_budget=0)
         self._heartbeats = HeartbeatWriter(self._start, spec.slot, by_grant=spec.lends)
         self._gate = IntakeGate(self._permission, lends=spec.lends)
-        self._engine = Engine(spec.rates)
+        self._engine = Engine(spec.rates, prompts)
         self._shares: KvShares | None = None
         self._offers = Offers()
         self._waiting: dict[TurnKey, float] = {}

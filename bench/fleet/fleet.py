@@ -154,6 +154,8 @@ class Fleet:
         self._lines: list[Line] = []
         self._starts = count()
         self._turns = dict.fromkeys(TurnOutcome, 0)
+        self._prompts: dict[str, int] = {}
+        """Tokens of the prompt of each group."""
         self._contexts = ContextStore(plan.bus, NAME)
         self._writer = Writer(plan.bus, NAME)
         self._reader = Reader(plan.bus, NAME)
@@ -206,7 +208,9 @@ class Fleet:
             lends = spec.lends and self._plan.serving is not None
             lease = Lease(self._plan.job, grant_required=True) if lends else None
             memory = memory_of(spec, self._plan.serving) if lends and self._plan.serving else None
-            member.executor = FleetExecutor(spec, self._plan.lengths, incarnation, now, lease=lease, memory=memory)
+            member.executor = FleetExecutor(
+                spec, self._plan.lengths, incarnation, now, lease=lease, memory=memory, prompts=self._prompts
+            )
             member.frozen, member.looked_at = False, now
             member.missed.clear()
             self._note(spec.name, Action.START.value, now)
