@@ -39,7 +39,7 @@ TOP_UP_SECONDS = 1.0
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What recordings do not tell. Lengths are medians of log-normal distributions."""
+    """Assumptions about what recordings do not tell. Lengths are medians of log-normal distributions."""
 
     serving_profile: str
     guest_profile: str
@@ -69,7 +69,7 @@ class FleetMinute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fleet would have lent."""
+    """The capacity that a fleet would have lent."""
 
     servers: int
     gpus: int
@@ -91,9 +91,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     cuts_per_day: float
     """Times that serving takes KV memory back."""
     lending: UserFigures | None
-    """What the users see while the fleet lends; None without requests."""
+    """Latencies of the users while the fleet lends; None without requests."""
     alone: UserFigures | None
-    """What the same users see if the fleet lends nothing."""
+    """Latencies of the same users if the fleet lends nothing."""
     assumed: Assumptions
     minutes: tuple[FleetMinute, ...]
 
@@ -108,7 +108,7 @@ class _Totals:
         self.busy = self.simulated_busy = 0.0
         """Sums of the busy shares."""
         self.tokens = self.turns = self.trajectories = self.cuts = self.lent_gpu_seconds = 0.0
-        """What happened, scaled to a day."""
+        """The figures, scaled to a day."""
         self.minutes: defaultdict[int, list[tuple[float, float, int]]] = defaultdict(list)
         """Recorded busy share, lent share and tokens of each server, by minute."""
 
@@ -190,7 +190,7 @@ def _simulate(totals: _Totals, scenario: Scenario, rows: Sequence[Row], watch: W
 
 
 class _Noted:
-    """What was noted of a fleet so far."""
+    """Totals of a fleet so far."""
 
     minutes = tokens = turns = 0
     lent_seconds = 0.0

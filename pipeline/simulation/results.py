@@ -234,7 +234,7 @@ def lent_gpu_seconds(fleet: Fleet) -> float:
 
 
 class UserTotals:
-    """What the users of one or several fleets have seen."""
+    """Latencies that the users of one or several fleets have seen."""
 
     def __init__(self) -> None:
         self._ttft, self._gaps = LatencyHistogram(), LatencyHistogram()

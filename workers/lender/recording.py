@@ -23,7 +23,7 @@ ROW_SECONDS = 10.0
 
 
 class Row(NamedTuple):
-    """What a server did in one interval. The fields are the columns of the file."""
+    """The load of a server in one interval. The fields are the columns of the file."""
 
     unix_seconds: float
     """End of the interval."""
