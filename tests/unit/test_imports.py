@@ -204,5 +204,7 @@ def test_every_text_file_is_opened_with_an_encoding() -> None:
 def opens_text_without_encoding(call: ast.Call) -> bool:
     what = ast.unparse(call.func)
     opens = what.split(".")[-1] in ("read_text", "write_text", "open") and what not in ("os.open", "tarfile.open")
-    binary = any(isinstance(each, ast.Constant) and each.value in ("rb", "wb", "ab", "r+b", "a+b") for each in call.args)
+    binary = any(
+        isinstance(each, ast.Constant) and each.value in ("rb", "wb", "ab", "r+b", "a+b") for each in call.args
+    )
     return opens and not binary and all(keyword.arg != "encoding" for keyword in call.keywords)
