@@ -8,6 +8,7 @@ Keeps true
   otherwise `run` raises.
 """
 
+import gc
 import math
 import random
 from collections.abc import Callable
@@ -96,9 +97,18 @@ class Fleet:
         self._build()
 
     def run(self) -> None:
-        """Run to the last training step. Raises Stalled, or AssertionError if a trajectory or a limit was lost."""
-        self.trainer.start()
-        self.events.run_until(lambda: self.trainer.done, latest=self.scenario.most_seconds)
+        """Run to the last training step. Raises Stalled, or AssertionError if a trajectory or a limit was lost.
+
+        Python does not look for cycles of objects meanwhile: a simulation makes hardly any, and each look costs time.
+        """
+        looks = gc.isenabled()
+        gc.disable()
+        try:
+            self.trainer.start()
+            self.events.run_until(lambda: self.trainer.done, latest=self.scenario.most_seconds)
+        finally:
+            if looks:
+                gc.enable()
         self.check()
 
     @property

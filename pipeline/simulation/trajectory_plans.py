@@ -1,4 +1,4 @@
-"""The plans of simulated trajectories: drawn from a scenario's tasks, or taken from a recorded run.
+"""Plans of simulated trajectories: drawn from the tasks of a scenario, or taken from a recorded run.
 
 Keeps true: the plans of a group depend on the tasks, the seed and the number of the group alone. So every arm samples
 the same tokens in the same turns. Pure.
