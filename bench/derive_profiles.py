@@ -136,13 +136,13 @@ class Tables:
 
     def __init__(self, folder: Path) -> None:
         self.gemm: dict[tuple[int, int], Points] = defaultdict(dict)
-        """By (outputs, inputs) of the matrix: seconds by tokens."""
+        """Seconds by tokens, for each (outputs, inputs) of a matrix."""
         self.decode: dict[tuple[int, int], dict[tuple[int, int], float]] = defaultdict(dict)
-        """By (heads, KV heads): seconds by (requests, context of each)."""
+        """Seconds by (requests, context of each), for each (heads, KV heads)."""
         self.prefill: dict[tuple[int, int], Points] = defaultdict(dict)
-        """By (heads, KV heads): seconds by tokens of one prompt."""
+        """Seconds by tokens of one prompt, for each (heads, KV heads)."""
         self.all_reduce: dict[int, Points] = defaultdict(dict)
-        """By ranks: seconds by elements."""
+        """Seconds by elements, for each number of ranks."""
         for row in _rows(folder, "gemm", gemm_dtype="bfloat16"):
             points = self.gemm[row["n"], row["k"]]
             points[row["m"]] = min(row["latency"] / 1e3, points.get(row["m"], math.inf))

@@ -63,7 +63,7 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 
 
 class Turns(NamedTuple):
-    """What every trajectory of a rollout does."""
+    """The shape of every trajectory of a rollout."""
 
     name: str
     turns: int

@@ -26,9 +26,7 @@ from typing import NamedTuple
 from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.pipeline.simulation.prefix_cache import PrefixCache, Segment
-
-ROUNDING = 1e-9
-"""Seconds: a step whose end is this near has ended."""
+from rose.pipeline.simulation.step_plan import NO_PLAN, ROUNDING, Plan
 
 
 class EngineRequest(NamedTuple):
@@ -94,42 +92,6 @@ class EngineResult(NamedTuple):
     device_seconds: float = 0.0
     """Its share of the steps that it was in."""
 
-
-class Plan(NamedTuple):
-    """Equal steps that are planned: step `k` of `n` decodes `decoding` requests."""
-
-    began: float
-    steps: int
-    first_seconds: float
-    """Time of the first step."""
-    growth_seconds: float
-    """Seconds by which each step is longer than the step before."""
-    decoding: int
-    tokens: int
-    """Tokens that one of the steps computes."""
-
-    def seconds(self, steps: int) -> float:
-        """Return the time of the first `steps` steps."""
-        return steps * self.first_seconds + self.growth_seconds * steps * (steps - 1) / 2
-
-    def whole_steps(self, seconds: float) -> int:
-        """Return how many steps have ended `seconds` after the beginning."""
-        first, growth = self.first_seconds, self.growth_seconds
-        if not self.steps:
-            return 0
-        if growth <= 0.0:
-            steps = int((seconds + ROUNDING) / first)
-        else:
-            half = first / growth - 0.5
-            steps = int(math.sqrt(half * half + 2.0 * (seconds + ROUNDING) / growth) - half)
-        while steps > 0 and self.seconds(steps) > seconds + ROUNDING:
-            steps -= 1
-        while steps < self.steps and self.seconds(steps + 1) <= seconds + ROUNDING:
-            steps += 1
-        return min(steps, self.steps)
-
-
-NO_PLAN = Plan(0.0, 0, 0.0, 0.0, 0, 0)
 
 BeforeStep = Callable[[float], float]
 """Called at the beginning of a step; returns the seconds by which another tenant delays the step."""
@@ -280,15 +242,10 @@ class Engine:
         return self._result(running, now)
 
     def limit_kv(self, tokens: int, now: float) -> None:
-        """Change the KV memory. Cached prefixes are evicted; running requests stay (see `over_limit`)."""
+        """Change the KV memory. Cached prefixes are evicted; running requests stay, though they may hold more."""
         self.kv_tokens = tokens
         self.cache.shrink(max(0, tokens - self._held))
         self._plan_again(now)
-
-    @property
-    def over_limit(self) -> bool:
-        """Whether the running requests hold more than `kv_tokens`."""
-        return self.held_tokens > self.kv_tokens
 
     def plan_single_steps(self, single: bool, now: float) -> None:
         """Plan one step at a time from now on, or as many as are equal."""

@@ -2,12 +2,11 @@
 
 Keeps true
 - What an executor decides is decided by the production code: which turns it takes (`Inbox`), whether it takes any
-  (`IntakeGate`, `Lease`), what it tells the router (`HeartbeatWriter`). Only the engine and the time of links
-  are models.
+  (`IntakeGate`, `Lease`), what it tells the router (`HeartbeatWriter`). Only the engine and the time of links are
+  models.
 - Every accepted turn is answered once, and each heartbeat lists it until then.
 - A policy version serves after its transfer and a swap between two steps. Cached prefixes of the version before are
-  dropped. A turn counts for the version that it began
-  with.
+  dropped. A turn counts for the version that it began with.
 - A dispatch that does not fit the largest offer of the last heartbeats is counted in `overfilled`: no router may send
   such a dispatch.
 """
@@ -78,6 +77,8 @@ class Executor:
     def __init__(
         self, name: str, slot: int, cost: CostModel, around: Surroundings, *, max_turns: int, step_tokens: int
     ) -> None:
+        self._around = around
+        self._events = around.events
         self.name = name
         self.slot = slot
         self.cost = cost
@@ -92,8 +93,6 @@ class Executor:
         self.gate = IntakeGate(self._permission, lends=self.worker_class is WorkerClass.SERVING)
         self._max_turns = max_turns
         self._prefill_rate = cost.prefill_tokens_per_second
-        self._around = around
-        self._events = around.events
         self._start = ExecutorIncarnation(name, self.worker_class, self.incarnation)
         self._heartbeats = HeartbeatWriter(self._start, slot, by_grant=self.worker_class is WorkerClass.SERVING)
         self._held: dict[str, tuple[TurnKey, float, int]] = {}
@@ -107,6 +106,8 @@ class Executor:
         """Ended times in which the rollouts had its devices."""
         self.held_since: float | None = None
         self._next_version: int | None = None
+        self._swaps = False
+        """Whether the engine stands still for a version swap."""
         self._looked_at = 0.0
         self._beats = False
 
@@ -117,11 +118,6 @@ class Executor:
         if not self._beats:
             self._beats = True
             self._events.repeat(self._around.heartbeat_seconds, self._beat, first=first)
-
-    @property
-    def held_turns(self) -> int:
-        """Number of turns that the executor holds."""
-        return len(self.inbox)
 
     def on_dispatch(self, dispatch: TurnDispatch, offset: int) -> None:
         """Take a dispatch from the inbox; refuse it if there is no room."""
@@ -166,16 +162,22 @@ class Executor:
         self.version = version
         if self._around.recorder is not None:
             self._around.recorder.add(Swap(self.name, version, self._events.now, swap_seconds))
-        if not self.engine.paused:
+        if not self._swaps:
+            self._swaps = True
             self.engine.pause(self._events.now)
             self._events.after(swap_seconds, self._swapped)
         self._beat_now()
 
     def _swapped(self) -> None:
-        self.engine.resume(self._events.now)
+        self._swaps = False
+        self._resume()
         self.on_work()
 
-    def _vanish(self) -> None:
+    def _resume(self) -> None:
+        """Let the engine go on after a swap."""
+        self.engine.resume(self._events.now)
+
+    def _end(self) -> None:
         self.gone = True
         if self.held_since is not None:
             self.held.append((self.held_since, self._events.now))
@@ -190,17 +192,17 @@ class Executor:
         self.silent = False
 
     def leave(self, reason: str) -> None:
-        """Return all turns and say so in a last heartbeat."""
+        """Return all turns, and send a last heartbeat with STOPPING."""
         self._catch_up()
         self.gate.close(reason)
         self._return_turns(reason)
         self.heartbeat(ExecutorState.STOPPING)
-        self._vanish()
+        self._end()
 
     def kill(self) -> None:
-        """Vanish: nothing is answered, and no heartbeat comes any more."""
+        """End without a last heartbeat: held turns are not answered."""
         self._catch_up()
-        self._vanish()
+        self._end()
         self.lost_attempts += len(self._held)
         for name in self.engine.names():
             self.engine.abort(name, self._events.now)

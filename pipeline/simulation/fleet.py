@@ -3,7 +3,8 @@
 Keeps true
 - Routers, liveness, elasticity, admission, KV sharing and selection are the production cores, unchanged. What is
   modelled: engines, environments, users, trainer, and the time of the bus and of links.
-- Every record between two roles takes `hop_seconds`.
+- Every record between two roles takes `hop_seconds`. Executors stay in their cells: grants that name a cell are not
+  followed.
 - Every trajectory has one outcome or is still open, no executor was sent more than it offered, and the run ends:
   otherwise `run` raises.
 """
@@ -134,7 +135,7 @@ class Fleet:
 
         for place, pool in enumerate(scenario.dedicated):
             for number in range(pool.count):
-                self._add_dedicated(f"dedicated-{place}-{number}", profile(pool.profile), pool)
+                self._start(self._add_dedicated(f"dedicated-{place}-{number}", profile(pool.profile), pool))
         lending = scenario.lending
         if lending is not None:
             for number in range(lending.count):
@@ -168,8 +169,10 @@ class Fleet:
         )
         executor.version = 0
         self._place(executor)
-        executor.start(self._draw.random() * self.scenario.heartbeat_seconds)
         return executor
+
+    def _start(self, executor: Executor) -> None:
+        executor.start(self._draw.random() * self.scenario.heartbeat_seconds)
 
     def _add_lender(self, number: int, lending: Lending, serving_cost: CostModel, guest_cost: CostModel) -> None:
         promise = Promise(
@@ -200,7 +203,7 @@ class Fleet:
         self.lenders.append(lender)
         self._place(lender)
         if self.scenario.elastic.how == "lend":
-            lender.start(self._draw.random() * self.scenario.heartbeat_seconds)
+            self._start(lender)
 
     def _start_control(self) -> None:
         self.control = ElasticityCore(ControlConfig(most_lenders=self.scenario.elastic.at_most), JOB)
@@ -319,7 +322,8 @@ class Fleet:
         """Run engines on the trainer's GPUs while the trainer waits."""
         training, pool = self.scenario.training, self.scenario.dedicated[0]
         borrowed = [self._add_dedicated(f"trainer-{number}", cost, pool) for number in range(training.lends_gpus)]
-
+        for executor in borrowed:
+            self._start(executor)
         self.trainer.on_waiting = partial(self._toggle_trainer, borrowed)
 
     def _toggle_trainer(self, borrowed: list[Executor], waits: bool) -> None:

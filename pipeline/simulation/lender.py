@@ -95,7 +95,6 @@ class LendingServer(Executor):
     ) -> None:
         """`newest_version`: the newest version, and the seconds in which a woken guest takes it."""
         self._lease = Lease(job, grant_required=True)
-        self._now = around.events
         super().__init__(name, slot, cost, around, max_turns=max_turns, step_tokens=step_tokens)
         self.serving = serving
         self.admission = Admission(promise, serving_step_tokens=serving.engine.step_tokens)
@@ -177,7 +176,7 @@ class LendingServer(Executor):
         self._look_again()
 
     def _permission(self) -> Permission:
-        return self._lease.permission(self._now.now)
+        return self._lease.permission(self._events.now)
 
     def _beat(self) -> None:
         now, has_turns = self._events.now, bool(self._held)
@@ -239,15 +238,15 @@ class LendingServer(Executor):
         if not self._parked:
             super().publish(version, transfer_seconds, swap_seconds)
 
-    def _swapped(self) -> None:
-        self.on_work()
+    def _resume(self) -> None:
+        """Do nothing: the guest goes on when it may compute."""
 
     def _let_guest_compute(self) -> None:
         """Let the guest compute while serving has nothing to do."""
         now = self._events.now
         if not self.serving.engine.requests:
             self._computed_at = now
-        if self.serving.engine.requests or self._parked or not self.engine.requests:
+        if self.serving.engine.requests or self._parked or self._swaps or not self.engine.requests:
             self._stop_guest()
             return
         decision = self.admission.admit(ServingState(), self._next_work(), now=now)
@@ -274,7 +273,7 @@ class LendingServer(Executor):
     def _before_serving_step(self, at: float) -> float:
         """Let the guest compute between two steps of serving; return for how long serving waits."""
         engine = self.serving.engine
-        if not self.admission.promise.dial or self._parked or not self.engine.requests:
+        if not self.admission.promise.dial or self._parked or self._swaps or not self.engine.requests:
             return 0.0
         state = ServingState(
             prefills=engine.unfinished_prompts,

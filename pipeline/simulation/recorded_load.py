@@ -52,7 +52,7 @@ def minutes_of(recordings: Iterable[Iterable[Row]]) -> list[RecordedMinute]:
     return [_minute(minute, rows) for minute, rows in sorted(found.items())]
 
 
-def offered_load(busy: float, engines: int = 1) -> float:
+def offered_load(busy: float, engines: int) -> float:
     """Return the mean number of requests of each engine at which engines are busy for the share `busy` of the time.
 
     With an infinite number of seats, the number of requests of all engines has a Poisson distribution (M/G/infinity).

@@ -11,7 +11,8 @@ Units: seconds of the simulation.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rose.pipeline.simulation.engine import ROUNDING, EngineResult, Plan
+from rose.pipeline.simulation.engine import EngineResult
+from rose.pipeline.simulation.step_plan import ROUNDING, Plan
 from rose.schemas.turns import TurnKey, TurnOutcome
 
 MOST_ENTRIES = 300_000

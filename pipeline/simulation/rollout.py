@@ -7,7 +7,7 @@ Keeps true
 Units: seconds, tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -104,6 +104,8 @@ class Rollout:
         self.turns: list[TurnFigures] = []
         self.live: dict[str, Trajectory] = {}
         self._plans = plans
+        self._opened: dict[str, Sequence[TrajectoryPlan]] = {}
+        """Plans of the trajectories of each opened group. A dispatch may come after its trajectory has ended."""
         self._events = events
         self._request = request
         self._on_sample = on_sample
@@ -112,18 +114,20 @@ class Rollout:
         """Open the next group: its environments are reset, and then request their first turns."""
         group, plans = f"g{self.opened}", self._plans(self.opened)
         self.opened += 1
+        self._opened[group] = plans
         for index, plan in enumerate(plans):
             name = trajectory_id(group, index)
             self.live[name] = Trajectory(name, group, len(plans), plan, plan.turns[0].observed_tokens)
             self._events.after(plan.reset_seconds, partial(self._ask, name))
 
     def work_of(self, dispatch: TurnDispatch) -> Work:
-        """Return what a dispatched turn will do."""
-        trajectory = self.live[dispatch.request.trajectory_id]
-        first, turn = trajectory.plan.turns[0], trajectory.plan.turns[trajectory.turn]
-        own = trajectory.context_tokens - first.observed_tokens
-        shared = Segment(f"prompt {trajectory.group}", first.observed_tokens)
-        return Work((shared, Segment(trajectory.name, own)), turn.new_tokens)
+        """Return the work of a dispatched turn, also if another attempt has answered the turn meanwhile."""
+        request = dispatch.request
+        _, _, index = request.trajectory_id.rpartition(":")
+        plan = self._opened[request.group_id][int(index)]
+        prompt = plan.turns[0].observed_tokens
+        own = Segment(request.trajectory_id, request.context_tokens - prompt)
+        return Work((Segment(f"prompt {request.group_id}", prompt), own), plan.turns[request.turn].new_tokens)
 
     def on_result(self, result: TurnResult) -> None:
         """Apply a result: the environment makes a step, or the trajectory ends."""

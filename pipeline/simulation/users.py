@@ -41,7 +41,7 @@ class Arrivals:
         self._recorded = recorded
         """Mean rate of each recorded minute."""
         self.requests_per_second = (
-            sum(recorded) / len(recorded) if recorded else offered_load(users.busy or 0.0) / alone * engines
+            sum(recorded) / len(recorded) if recorded else offered_load(users.busy or 0.0, engines) / alone * engines
         )
         """Mean rate, at which an engine that takes its share is busy for `users.busy` of the time or as recorded."""
 

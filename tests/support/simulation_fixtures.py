@@ -89,11 +89,11 @@ class NaiveEngine:
     kv_tokens: int
     waiting: list[NaiveRun] = field(default_factory=list)
     running: list[NaiveRun] = field(default_factory=list)
-    """By age."""
+    """Requests in the order of their age."""
     unused: "OrderedDict[tuple[Any, ...], None]" = field(default_factory=OrderedDict)
     busy_seconds: float = 0.0
     lost_seconds: float = 0.0
-    """What aborted requests had of the steps under way."""
+    """Seconds that aborted requests had of the steps under way."""
     preempted: int = 0
     step: tuple[float, float, int, frozenset[str]] | None = None
     """Start and seconds of the step under way, its tokens, and the names of the requests that decode in it."""

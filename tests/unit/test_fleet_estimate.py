@@ -1,4 +1,4 @@
-"""What a fleet would lend: figures follow the recordings, scale to a day, and stand on the page and the terminal."""
+"""The estimate of a fleet: figures follow the recordings, scale to a day, and stand on the page and the terminal."""
 
 import json
 import os

@@ -108,3 +108,42 @@ def test_device_seconds_of_all_turns_are_the_busy_seconds_of_the_engines() -> No
 def test_way_of_running_loses_no_trajectory(changes: dict[str, Any]) -> None:
     fleet = run(**{**LENDING, **changes})
     assert len(fleet.trainer.figures.steps) == 2
+
+
+def test_moved_engines_are_held_only_while_they_run_rollouts() -> None:
+    elastic = {"how": "whole", "allocation_seconds": 5.0, "engine_requests": 8}
+    fleet = run(**{**LENDING, "elastic": elastic})
+    own = [each for name, each in fleet.executors.items() if name.startswith("dedicated")]
+    moved = [each for name, each in fleet.executors.items() if name.startswith("moved")]
+    assert all(each.held_times(fleet.events.now) == [(0.0, fleet.events.now)] for each in own)
+    times = [time for each in moved for time in each.held_times(fleet.events.now)]
+    assert times and all(begin >= 5.0 for begin, _ in times)
+    assert all(each.held_times(fleet.events.now) for each in moved if each.attempts)
+
+
+def test_engines_are_as_busy_with_users_as_the_scenario_says() -> None:
+    """Requests go to idle engines, so several engines are busier than one at the same load of each."""
+    lending = {**LENDING["lending"], "count": 12}
+    fleet = Fleet(scenario(lending=lending, users={"busy": 0.5}))
+    fleet.events.run_until(lambda: fleet.events.now >= 3000.0, latest=4000.0)
+    busy = sum(serving.engine.busy_seconds for serving in fleet.serving) / 12 / fleet.events.now
+    assert busy == pytest.approx(0.5, abs=0.06)
+
+
+def test_dispatch_after_the_end_of_its_trajectory_has_its_work() -> None:
+    fleet = Fleet(scenario())
+    works = []
+    decided = fleet.rollout.work_of
+    dispatches = []
+
+    def work_of(dispatch: Any) -> Any:
+        dispatches.append(dispatch)
+        works.append(decided(dispatch))
+        return works[-1]
+
+    fleet.rollout.work_of = work_of  # type: ignore[method-assign]  keeps the dispatches of the run
+    fleet.run()
+    ended = [number for number, each in enumerate(dispatches) if each.request.trajectory_id not in fleet.rollout.live]
+    assert ended
+    for number in ended:
+        assert decided(dispatches[number]) == works[number]

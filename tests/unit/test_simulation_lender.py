@@ -132,7 +132,7 @@ def test_lender_that_was_killed_while_its_guest_woke_lends_after_its_restart() -
     fleet.events.run_until(lambda: lender._status().suspended_reason == "its guest is being built", latest=60.0)
     lender.kill()
     fleet.events.after(8.0, lambda: lender.restart(fleet.trainer.version))
-    fleet.events.run_until(lambda: lender.held_turns > 0, latest=120.0)
+    fleet.events.run_until(lambda: len(lender.inbox) > 0, latest=120.0)
 
 
 @pytest.mark.parametrize("how", ["kill", "leave"])
@@ -140,7 +140,7 @@ def test_lender_that_comes_back_is_parked_until_it_is_told_to_lend(how: str) -> 
     fleet = fleet_of()
     lender = fleet.lenders[0]
     fleet.trainer.start()
-    fleet.events.run_until(lambda: lender.held_turns > 2, latest=60.0)
+    fleet.events.run_until(lambda: len(lender.inbox) > 2, latest=60.0)
     lender.kill() if how == "kill" else lender.leave("it leaves")
     assert lender.engine.requests == 0
     lender.restart(fleet.trainer.version)
@@ -168,7 +168,7 @@ def test_parked_lender_holds_nothing() -> None:
         parked = executor.version < 0
         states.add(parked)
         if parked:
-            assert not executor.held_turns and not executor.engine.requests and not executor.engine.cache.tokens
+            assert not len(executor.inbox) and not executor.engine.requests and not executor.engine.cache.tokens
             assert executor.serving.engine.kv_tokens == executor.cost.kv_cache_tokens
 
     fleet.events.repeat(0.05, lambda: look(lender))

@@ -69,11 +69,11 @@ def test_number_of_requests_tells_the_load_of_a_minute_without_idle_time(tmp_pat
     (full,) = recorded_minutes([str(write_recording(tmp_path / "full.csv", [1.0], running=12))])
     assert full.load(1) == full.load(16) == 12.0
     (few,) = recorded_minutes([str(write_recording(tmp_path / "few.csv", [1.0], running=1))])
-    assert few.load(1) == offered_load(0.98)
+    assert few.load(1) == offered_load(0.98, 1)
 
 
 def test_one_engine_is_busy_as_in_the_formula_and_many_need_less_than_that() -> None:
-    assert offered_load(0.5) == pytest.approx(math.log(2))
+    assert offered_load(0.5, 1) == pytest.approx(math.log(2))
     loads = [offered_load(0.5, engines) for engines in (1, 2, 8, 64)]
     assert loads == sorted(loads, reverse=True) and loads[-1] == pytest.approx(0.5, abs=1e-3)
 
