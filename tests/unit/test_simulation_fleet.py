@@ -130,7 +130,7 @@ def test_engines_are_as_busy_with_users_as_the_scenario_says() -> None:
     assert busy == pytest.approx(0.5, abs=0.06)
 
 
-def test_dispatch_after_the_end_of_its_trajectory_has_its_work() -> None:
+def test_dispatch_after_the_end_of_its_trajectory_has_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(scenario())
     works = []
     decided = fleet.rollout.work_of
@@ -141,7 +141,7 @@ def test_dispatch_after_the_end_of_its_trajectory_has_its_work() -> None:
         works.append(decided(dispatch))
         return works[-1]
 
-    fleet.rollout.work_of = work_of  # type: ignore[method-assign]  keeps the dispatches of the run
+    monkeypatch.setattr(fleet.rollout, "work_of", work_of)
     fleet.run()
     ended = [number for number, each in enumerate(dispatches) if each.request.trajectory_id not in fleet.rollout.live]
     assert ended
