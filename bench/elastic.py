@@ -55,8 +55,8 @@ from bench.fleet.executor import GRANT, MEMORY, USERS, NoteKind
 from bench.fleet.figures import Spread, Waiting, first_turns, from_grants, last_lent, last_turns_off, spread_of
 from bench.fleet.fleet import NAME, Line, Plan
 from bench.fleet.rollout import Rollout, job_of, rollout
-from bench.legs import on_the_bus
 from rose.pipeline.audit import audit_log
+from rose.pipeline.simulation.recorded_run import on_the_bus
 from rose.topics.local_broker import Broker
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.config import TRACE_FILE

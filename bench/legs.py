@@ -32,6 +32,7 @@ from rose.pipeline.config.load import load
 from rose.pipeline.config.options import Common
 from rose.pipeline.local.demo import CONFIGURATION, training_prompts
 from rose.pipeline.replay.description import latency_stages
+from rose.pipeline.simulation.recorded_run import on_the_bus
 from rose.schemas.prompts import Prompt
 from rose.schemas.samples import Sample
 from rose.schemas.turns import TurnTimes
@@ -152,14 +153,6 @@ def played(settings: BusSettings, prompts: Iterable[Prompt], process: subprocess
                     if isinstance(item, Envelope) and isinstance(item.record, Sample):
                         missing -= 1
                         yield item.record
-
-
-def on_the_bus(times: TurnTimes) -> float:
-    """Return the seconds from the request to the inbox, without the wait for room, and from the last token to the
-    application of the result.
-    """
-    there = times.queued_at - times.requested_at + times.received_at - times.dispatched_at
-    return there + times.applied_at - times.finished_at
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:

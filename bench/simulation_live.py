@@ -40,9 +40,9 @@ from bench.fleet.engine import STEP_TOKENS, Rates, profile_of
 from bench.fleet.executor import ExecutorSpec
 from bench.fleet.fleet import Plan
 from bench.fleet.rollout import MOST_TOKENS, job_of, rollout
-from bench.legs import on_the_bus
 from rose.pipeline.simulation.cost_model import write_profile
 from rose.pipeline.simulation.fleet import Fleet
+from rose.pipeline.simulation.recorded_run import RECORDS_OF_A_TURN, on_the_bus
 from rose.pipeline.simulation.scenario import Elastic, Pool, Scenario, Tasks, Training
 from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
 from rose.schemas.samples import Sample
@@ -53,9 +53,6 @@ GROUPS = "live."
 
 WARM_GROUPS, WARM_GROUP_SIZE, WARM_TURNS = 4, 16, 2
 """Number, size and turns of the groups that are not counted: processes are cold."""
-
-RECORDS_OF_A_TURN = 3
-"""Request, dispatch and result."""
 
 ROLLOUT_TOLERANCE, COUNT_TOLERANCE = 0.10, 0.15
 
@@ -142,7 +139,7 @@ def simulate(live: Live, rates: Rates, executors: int, folder: Path) -> Figures:
         training=Training(steps=1),
         hop_seconds=live.hop_seconds,
     )
-    fleet = Fleet(scenario, plans=lambda number: live.plans[number])
+    fleet = Fleet(scenario, plans=live.plans)
     fleet.run()
     turns = fleet.rollout.turns
     began = min(turn.requested_at for turn in turns)

@@ -32,7 +32,7 @@ from bench.check import Check, Section, keep, options, say
 from rose.pipeline.simulation.cost_model import CostModel, load_profile
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.prefix_cache import PrefixCache, Segment
-from rose.pipeline.simulation.scenario import Elastic, Pool, Scenario, Tasks, Training, load_scenario
+from rose.pipeline.simulation.scenario import Elastic, Pool, Routing, Scenario, Tasks, Training, load_scenario
 from rose.workers.loadgen.traces import BLOCK_TOKENS, read_trace
 
 TOLERANCE = 0.15
@@ -84,7 +84,7 @@ def rollout_of(profile: str, engines: int, shape: Turns, routing: Literal["sessi
     """Return a scenario with one rollout whose trajectories are alike."""
     return Scenario(
         name="makespan",
-        routing=routing,
+        routing=Routing(policy=routing),
         dedicated=(Pool(profile=profile, count=engines),),
         elastic=Elastic(how="none"),
         tasks=Tasks(

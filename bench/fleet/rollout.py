@@ -42,6 +42,9 @@ HOMES = 4
 
 RUN = "emulated"
 
+ROSE = "rose"
+"""The routing policy of the production router."""
+
 MODEL = Path(str(files("rose.workers.models") / "calculator"))
 """Model folder, of which only the tokenizer is used."""
 
@@ -206,9 +209,24 @@ class Rollout:
 
 @contextmanager
 def rollout(
-    settings: BusSettings, plan: Plan, folder: Path, *, groups: int, control: Mapping[str, object] | None
+    settings: BusSettings,
+    plan: Plan,
+    folder: Path,
+    *,
+    groups: int,
+    control: Mapping[str, object] | None,
+    policy: str = ROSE,
 ) -> Iterator[Rollout]:
-    """Create the topics and run the roles. `control`: settings of the control app; None for a rollout without one."""
+    """Create the topics and run the roles.
+
+    Args:
+        settings: The bus.
+        plan: The fleet.
+        folder: Folder of logs.
+        groups: Groups that are open at once.
+        control: Settings of the control app; None for a rollout without one.
+        policy: The routing policy; any other than ROSE's is that of `bench.fleet.policy_router`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     slots = 1 + max(spec.slot for spec in plan.executors)
     partitions = Partitions(home=HOMES, slots=slots, samples=2, chunks=1)
@@ -220,7 +238,9 @@ def rollout(
         "environment.max_turn_tokens": MOST_TOKENS,
         "environment.max_live_environments": LIVE_ENVIRONMENTS,
     }
-    starts: list[tuple[str, Mapping[str, object]]] = [("router", {}), ("environment", environment)]
+    starts: list[tuple[str, Mapping[str, object]]] = [("environment", environment)]
+    if policy == ROSE:
+        starts.append(("router", {}))
     if control is not None:
         values = {f"control.{name}": value for name, value in control.items()}
         starts.append(("control", {"control.page_port": 0, **values}))
@@ -232,20 +252,55 @@ def rollout(
             )
             for role, values in starts
         }
-        with closing(FleetProcess(plan, folder)) as fleet, closing(Trainer(settings, partitions.samples)) as trainer:
+        with (
+            _policy_router(settings, policy, folder),
+            closing(FleetProcess(plan, folder)) as fleet,
+            closing(Trainer(settings, partitions.samples)) as trainer,
+        ):
             parks = 0 if control is None else sum(spec.lends for spec in plan.executors)
-            _until_ready(roles.values(), folder, settings, parks=parks)
+            _until_ready(roles.values(), folder, settings, parks=parks, summaries=policy == ROSE)
             pids = {name: role.pid for name, role in roles.items()} | {"fleet": fleet.process.pid}
             yield Rollout(settings, fleet, trainer, roles.get("control"), pids, folder)
 
 
-def _until_ready(roles: Collection[ForkedProcess], folder: Path, settings: BusSettings, *, parks: int) -> None:
-    """Wait until the roles are ready and the control app has parked this many lenders. Raises Stalled."""
+@contextmanager
+def _policy_router(settings: BusSettings, policy: str, folder: Path) -> Iterator[None]:
+    """Run the router of a policy; nothing if the policy is ROSE's. Raises Stalled if it does not start."""
+    if policy == ROSE:
+        yield
+        return
+    file = folder / "policy_router.json"
+    file.write_bytes(msgspec.json.encode(settings))
+    with (folder / "policy_router.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.fleet.policy_router", policy, str(file)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            preexec_fn=die_with_parent(os.getpid(), signal.SIGKILL),
+        )
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise Stalled(f"the policy's router did not start: see {folder / 'policy_router.log'}")
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _until_ready(
+    roles: Collection[ForkedProcess], folder: Path, settings: BusSettings, *, parks: int, summaries: bool
+) -> None:
+    """Wait until the roles are ready and the control app has parked this many lenders. Raises Stalled.
+
+    `summaries`: whether the router writes summaries.
+    """
     deadline = time.monotonic() + READY_SECONDS
     while True:
         ended = any(role.poll() is not None for role in roles)
         decided = len({envelope.key for envelope in read_whole_topics(settings, [GRANTS])})
-        summarised = any(True for _ in read_whole_topics(settings, [SUMMARIES]))
+        summarised = not summaries or any(True for _ in read_whole_topics(settings, [SUMMARIES]))
         log = (folder / "environment.log").read_text(encoding="utf-8")
         if summarised and decided >= parks and "event=homes_recovered" in log:
             return

@@ -412,12 +412,28 @@ def replay(
     topic_names: Annotated[
         str | None, typer.Option("--topics", metavar="NAME,...", help="With --serve: topics, e.g. turns.requested.")
     ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="FIELD=VALUE",
+            help="Simulate the run with this change of a scenario field. Repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Show the life of one trajectory, or repeat the decisions of a stretch of time and compare them with the log.
 
     Exit status 1 if a decision differs.
     """
-    if serve is not None and trajectory is None and not step:
+    if what_if and (
+        trajectory is not None or step or serve is not None or speed is not None or topic_names is not None
+    ):
+        raise UsageError("--what-if goes with --from and --to, and nothing else")
+    if what_if:
+        from rose.pipeline.cli.replay_what_if import simulate_change
+
+        simulate_change(common, what_if, since, until)
+    elif serve is not None and trajectory is None and not step:
         from rose.pipeline.cli.replay_serve import serve_records
 
         serve_records(common, serve, since, until, speed=1.0 if speed is None else speed, topics=topic_names)

@@ -19,12 +19,12 @@ import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
 from typing import Annotated
 
 import msgspec
 
 from rose.pipeline.simulation.cost_model import CostModel, Curve, Profile
+from rose.pipeline.simulation.least_squares import nonnegative_least_squares
 from rose.schemas.errors import UsageError
 
 HELD_OUT = 3
@@ -237,10 +237,7 @@ class _Split:
 
 
 def _solve(rows: Sequence[Row], parts: Mapping[Row, _Parts], *, factors: bool) -> Fit:
-    """Return the fit with the least squares of the relative errors in which no figure is negative.
-
-    The least is found among the solutions with each choice of figures that are 0.
-    """
+    """Return the fit with the least squares of the relative errors, in which no figure is negative."""
     columns, wanted = [], []
     for row in rows:
         part, measured = parts[row], row.tpot_ms / MILLISECONDS
@@ -249,44 +246,7 @@ def _solve(rows: Sequence[Row], parts: Mapping[Row, _Parts], *, factors: bool) -
             [each / measured for each in (1.0, row.batch, *((part.memory, part.compute) if factors else ()))]
         )
         wanted.append(1.0 - known / measured)
-    width = len(columns[0])
-    best, least = [0.0] * width, math.inf
-    for free in chain.from_iterable(combinations(range(width), size) for size in range(width, 0, -1)):
-        found = _least_squares([[column[place] for place in free] for column in columns], wanted)
-        if found is None or min(found) < 0:
-            continue
-        solution = [0.0] * width
-        for place, value in zip(free, found, strict=True):
-            solution[place] = value
-        missed = sum(
-            (sum(a * b for a, b in zip(column, solution, strict=True)) - target) ** 2
-            for column, target in zip(columns, wanted, strict=True)
-        )
-        if missed < least:
-            best, least = solution, missed
-    return Fit(*best)
-
-
-def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
-    """Return the solution of the normal equations, by Gauss-Jordan elimination; None if they have no single one."""
-    width = len(columns[0])
-    matrix = [
-        [
-            *(sum(row[i] * row[j] for row in columns) for j in range(width)),
-            sum(r[i] * w for r, w in zip(columns, wanted, strict=True)),
-        ]
-        for i in range(width)
-    ]
-    for place in range(width):
-        pivot = max(range(place, width), key=lambda row: abs(matrix[row][place]))
-        if abs(matrix[pivot][place]) < 1e-300:
-            return None
-        matrix[place], matrix[pivot] = matrix[pivot], matrix[place]
-        for row in range(width):
-            if row != place:
-                factor = matrix[row][place] / matrix[place][place]
-                matrix[row] = [a - factor * b for a, b in zip(matrix[row], matrix[place], strict=True)]
-    return [matrix[place][width] / matrix[place][place] for place in range(width)]
+    return Fit(*nonnegative_least_squares(columns, wanted))
 
 
 def _errors(rows: Sequence[Row], predicted: Sequence[float]) -> Errors:

@@ -12,7 +12,7 @@ Keeps true
 import gc
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,7 +35,7 @@ from rose.pipeline.simulation.recorder import Recorder
 from rose.pipeline.simulation.rollout import Rollout
 from rose.pipeline.simulation.scenario import Elastic, Failure, Lending, Pool, Scenario
 from rose.pipeline.simulation.trainer import Trainer
-from rose.pipeline.simulation.trajectory_plans import GroupPlans, drawn_plans
+from rose.pipeline.simulation.trajectory_plans import TrajectoryPlan, drawn_plans
 from rose.pipeline.simulation.users import Arrivals, least_loaded
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import SlackHeartbeat
@@ -64,10 +64,15 @@ class Cell:
 class Fleet:
     """All roles of one run."""
 
-    def __init__(self, scenario: Scenario, recorder: Recorder | None = None, plans: GroupPlans | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        recorder: Recorder | None = None,
+        plans: Sequence[Sequence[TrajectoryPlan]] | None = None,
+    ) -> None:
         """`recorder`: keeps what a trace and a report show; None keeps nothing.
 
-        `plans`: what the trajectories of each group do; None draws the plans from the scenario's tasks.
+        `plans`: what the trajectories of each group do, and the only groups; None draws from the scenario's tasks.
         """
         self.scenario = scenario
         self.events = EventQueue()
@@ -87,9 +92,10 @@ class Fleet:
             heartbeat_seconds=scenario.heartbeat_seconds,
             recorder=recorder,
         )
-        plans = plans or drawn_plans(scenario.tasks, scenario.seed)
-        self.rollout = Rollout(plans, self.events, self._from_environment, self._on_sample)
-        self.trainer = Trainer(scenario, self.events, self.rollout, self._publish)
+        plans_of = drawn_plans(scenario.tasks, scenario.seed) if plans is None else plans.__getitem__
+        self.rollout = Rollout(plans_of, self.events, self._from_environment, self._on_sample)
+        groups = math.inf if plans is None else len(plans)
+        self.trainer = Trainer(scenario, self.events, self.rollout, self._publish, groups)
         self.cells = [Cell(number, self._router()) for number in range(scenario.cells)]
         self.control: ElasticityCore | None = None
         self._cell_of: dict[str, Cell] = {}
@@ -119,10 +125,12 @@ class Fleet:
 
     def _router(self) -> Router | PolicyRouter:
         scenario = self.scenario
-        if scenario.routing != "rose":
-            return PolicyRouter(scenario.routing)
-        behind = 0 if scenario.training.mode == "synchronous" else scenario.training.max_staleness
-        return Router(RouterConfig(max_lag_versions=behind, remembered_trajectories=1_000_000))
+        routing, training = scenario.routing, scenario.training
+        if routing.policy != "rose":
+            return PolicyRouter(routing.policy)
+        behind = 0 if training.mode == "synchronous" else training.max_staleness
+        lag = behind if routing.max_lag_versions is None else routing.max_lag_versions
+        return Router(RouterConfig(max_lag_versions=lag, remembered_trajectories=1_000_000))
 
     def _build(self) -> None:
         scenario = self.scenario
@@ -206,7 +214,7 @@ class Fleet:
             self._start(lender)
 
     def _start_control(self) -> None:
-        self.control = ElasticityCore(ControlConfig(most_lenders=self.scenario.elastic.at_most), JOB)
+        self.control = ElasticityCore(ControlConfig(**msgspec.structs.asdict(self.scenario.control)), JOB)
         self.events.repeat(SUMMARY_SECONDS, self._control, first=0.5)
 
     def _start_allocator(self, lending: Lending, cost: CostModel) -> None:

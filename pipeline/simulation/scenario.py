@@ -16,8 +16,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from rose.pipeline.control.config import ControlConfig
 from rose.schemas.errors import UsageError
+from rose.schemas.grants import MAX_LEASE_SECONDS
 from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_GROUP_SIZE, MAX_TURN_TOKENS, MAX_TURNS
+from rose.schemas.setting_bounds import YEAR_SECONDS
 from rose.workers.lender.recording import read_recording
 
 Count = Annotated[int, Meta(ge=0, le=1_000_000)]
@@ -149,6 +152,9 @@ class Training(Part, frozen=True, kw_only=True):
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     max_staleness: Annotated[int, Meta(ge=0, le=1000)] = 1
     """In versions; a synchronous trainer trains on the newest version only."""
+    window_groups: Count = 0
+    """Groups that are open or wait for the trainer at once, which a new version makes room for; 0: those of one step,
+    and of `max_staleness` further steps with an asynchronous trainer."""
     algorithm: Literal["grpo", "dapo"] = "grpo"
     """`dapo` samples dynamically: a group whose rewards are all equal is replaced by another group."""
     colocated: bool = False
@@ -181,8 +187,35 @@ class Elastic(Part, frozen=True, kw_only=True):
     engine_requests: Count = 0
     """Concurrent requests for which an engine is provisioned, with `whole`; 0: as many as an engine with users of its
     own has at most."""
-    at_most: Count = 0
+
+
+CONTROL = ControlConfig()
+
+
+class Control(Part, frozen=True, kw_only=True):
+    """Settings of the control app, as in `[control]` of a run's configuration."""
+
+    most_lenders: Count = CONTROL.most_lenders
     """Most engines that lend at once; 0 sets no limit."""
+    lease_seconds: Annotated[float, Meta(ge=1, le=MAX_LEASE_SECONDS)] = CONTROL.lease_seconds
+    margin_seconds: Annotated[float, Meta(ge=0.001, le=YEAR_SECONDS)] = CONTROL.margin_seconds
+    """Seconds of work before the waiting work is done, for which a lender is woken."""
+    min_gain: Annotated[float, Meta(ge=0.01, le=1)] = CONTROL.min_gain
+    """Least share of an executor's work that a woken lender adds to held turns."""
+    dwell_seconds: Annotated[float, Meta(ge=0, le=YEAR_SECONDS)] = CONTROL.dwell_seconds
+    """Least time between two changes of one lender."""
+    idle_seconds: Annotated[float, Meta(ge=0, le=YEAR_SECONDS)] = CONTROL.idle_seconds
+    """Time without use after which a lender is parked."""
+
+
+class Routing(Part, frozen=True, kw_only=True):
+    """How turns are placed."""
+
+    policy: Literal["rose", "round_robin", "session", "least_load"] = "rose"
+    """`rose`: the production router. The others are what it is compared with."""
+    max_lag_versions: Count | None = None
+    """Versions that an executor of the production router may lag behind; None: as many as the trainer is asynchronous.
+    The other policies set no limit."""
 
 
 class Failure(Part, frozen=True, kw_only=True):
@@ -223,7 +256,8 @@ class Scenario(Part, frozen=True, kw_only=True):
     tasks: Tasks
     training: Training = Training()
     elastic: Elastic = Elastic()
-    routing: Literal["rose", "round_robin", "session", "least_load"] = "rose"
+    control: Control = Control()
+    routing: Routing = Routing()
     cells: Annotated[int, Meta(ge=1, le=64)] = 1
     hop_seconds: Seconds = 0.01
     """Time of a record on the bus."""
@@ -244,6 +278,8 @@ class Scenario(Part, frozen=True, kw_only=True):
             raise ValueError("`[users]` needs a `[lending]` part: the users' requests are served there")
         if not self.dedicated and (self.lending is None or self.elastic.how == "none"):
             raise ValueError("no engine ever takes a turn: give `[[dedicated]]` or `[lending]`")
+        if 0 < self.training.window_groups < self.tasks.groups:
+            raise ValueError("`training.window_groups` is less than `tasks.groups`: no step would have all its groups")
         for kind in self.tasks.kinds or (self.tasks,):
             most = kind.prompt_tokens + kind.max_turn_tokens
             if most > kind.context_tokens:

@@ -11,6 +11,7 @@ Training takes `FLOPS_PER_TOKEN_AND_PARAMETER * parameters` floating-point opera
 peak of its GPUs.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,9 +60,17 @@ class Trainer:
     """The training loop of one run."""
 
     def __init__(
-        self, scenario: Scenario, events: EventQueue, rollout: Rollout, publish: Callable[[int], float]
+        self,
+        scenario: Scenario,
+        events: EventQueue,
+        rollout: Rollout,
+        publish: Callable[[int], float],
+        groups: float = math.inf,
     ) -> None:
-        """`publish`: sends a version to the engines; returns the seconds until the dedicated ones serve it."""
+        """`publish`: sends a version to the engines; returns the seconds until the dedicated ones serve it.
+
+        `groups`: number of groups that there are.
+        """
         self.version = 0
         self.training = False
         self.figures = TrainerFigures()
@@ -69,6 +78,7 @@ class Trainer:
         self._events = events
         self._rollout = rollout
         self._publish = publish
+        self._groups = groups
         training = scenario.training
         self._synchronous = training.mode == "synchronous"
         self._rules = SelectionRules(
@@ -105,8 +115,9 @@ class Trainer:
     def _open_groups(self) -> None:
         tasks, training = self._scenario.tasks, self._scenario.training
         ahead = 0 if self._synchronous else training.max_staleness
-        wanted = (self.version + 1 + ahead) * tasks.groups + self._replaced
-        while self._rollout.opened < wanted:
+        window = training.window_groups or (1 + ahead) * tasks.groups
+        wanted = self.version * tasks.groups + self._replaced + window
+        while self._rollout.opened < min(wanted, self._groups):
             self._rollout.open_group()
 
     @property

@@ -46,8 +46,8 @@ def test_same_seed_gives_the_same_run_and_another_seed_another_one() -> None:
 
 
 def test_trajectories_do_the_same_on_every_fleet_and_under_every_router() -> None:
-    arms: list[dict[str, Any]] = [{}, LENDING, {**LENDING, "routing": "least_load", "cells": 2}]
-    arms += [{"routing": routing} for routing in ROUTING[1:]]
+    arms: list[dict[str, Any]] = [{}, LENDING, {**LENDING, "routing": {"policy": "least_load"}, "cells": 2}]
+    arms += [{"routing": {"policy": routing}} for routing in ROUTING[1:]]
     arms += [{"training": {"mode": "asynchronous", "max_staleness": 2}}]
     turns = [sampled(run(**arm)) for arm in arms]
     common = set.intersection(*(set(each) for each in turns))
@@ -63,7 +63,7 @@ def test_failure_loses_no_trajectory_and_no_sampled_token(what: str, routing: st
         {"what": what, "at_seconds": at, "share": 0.7, "for_seconds": 6.0} for at in (3.0, 8.0, 16.0, 17.5, 30.0)
     ]
     whole = sampled(run(training={"steps": 1}, **LENDING))
-    fleet = run(failures=failures, routing=routing, training={"steps": 1}, **LENDING)
+    fleet = run(failures=failures, routing={"policy": routing}, training={"steps": 1}, **LENDING)
     found = sampled(fleet)
     assert len(found) == len(fleet.rollout.turns), "a turn was applied twice"
     common = set(found) & set(whole)

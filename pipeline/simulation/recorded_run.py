@@ -1,0 +1,348 @@
+"""A recorded run as the input of a simulation: what its trajectories did, on which fleet, and how fast.
+
+Keeps true
+- A trajectory does what it did: the same observations, the same number of sampled tokens in each turn, the same times
+  of its environment. What it waits for is simulated.
+- Groups with a trajectory that failed, or that is not whole on the log, are left out and counted.
+- What the simulation does not model is measured: the time of a record on the bus, the time that a training step takes
+  and that a version takes to the engines, and the delay between a version and the first turn of a group that it made
+  room for.
+- An executor belongs to the fleet if it was there for at least half of the time.
+
+A fold over samples, outcomes and heartbeats, each partition in the order of the log. Pure.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+from rose.pipeline.simulation.fitted_engine import ComputedTurn
+from rose.pipeline.simulation.rollout import TurnFigures
+from rose.pipeline.simulation.trainer import StepFigures
+from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
+from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.record import Record
+from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.turns import TurnTimes
+from rose.workers.lender.recording import ROW_SECONDS, Row
+
+RECORDS_OF_A_TURN = 3
+"""Request, dispatch and result."""
+
+PRESENT_SHARE = 0.5
+"""Least share of the run in which an executor of the fleet was there."""
+
+LONGEST_GAP_SECONDS = 2.0
+"""After a longer time without a heartbeat, an executor was away."""
+
+
+class EngineKind(NamedTuple):
+    """What engines have in common that are simulated alike."""
+
+    worker_class: WorkerClass
+    device: str
+    devices: int
+    max_turns: int
+    kv_tokens: int
+    kv_bytes_per_token: int
+
+
+@dataclass(slots=True)
+class _Trajectory:
+    """The facts of a finished trajectory."""
+
+    name: str
+    group_size: int
+    plan: TrajectoryPlan | None
+    """None if it failed."""
+    tokens: int
+    completed_at: float
+    turns: list[TurnFigures]
+    computed: list[ComputedTurn]
+    hops: list[float]
+    """Seconds of each turn on the bus."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What the heartbeats of an executor say."""
+
+    worker_class: WorkerClass
+    sent_at: float
+    began_at: float
+    device: str = ""
+    devices: int = 1
+    max_turns: int = 0
+    kv_bytes_per_token: int = 1
+    kv_bytes: int = 0
+    """Largest KV memory."""
+    ready_seconds: float = 0.0
+    version: int = -1
+    serving_busy: bool = False
+    busy_seconds: float = 0.0
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+
+class RecordedRun:
+    """Folds the records of a run."""
+
+    def __init__(self, since: float, until: float) -> None:
+        """`since`, `until`: Unix seconds; groups count that began and ended in between."""
+        self._since = since
+        self._until = until
+        self._groups: defaultdict[str, dict[str, _Trajectory]] = defaultdict(dict)
+        self._outcomes: dict[str, SampleOutcome] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._served_at: dict[int, float] = {}
+        """When the first executor served a version."""
+        self._swaps: list[float] = []
+
+    def add(self, record: Record) -> None:
+        """Add a record; kinds of records that are not used are ignored."""
+        match record:
+            case Sample():
+                self._groups[record.group_id].setdefault(record.trajectory_id, _trajectory(record))
+            case SampleOutcome():
+                self._outcomes.setdefault(record.trajectory_id, record)
+            case SlackHeartbeat() if self._since <= record.sent_at <= self._until:
+                self._add_heartbeat(record)
+            case _:
+                pass
+
+    def _add_heartbeat(self, heartbeat: SlackHeartbeat) -> None:
+        now = heartbeat.sent_at
+        worker = self._workers.setdefault(heartbeat.worker, _Worker(heartbeat.worker_class, now, now))
+        gap = now - worker.sent_at
+        if 0.0 < gap <= LONGEST_GAP_SECONDS:
+            worker.ready_seconds += gap
+            worker.seconds += gap
+            worker.busy_seconds += gap * worker.serving_busy
+        worker.sent_at = max(now, worker.sent_at)
+        serving = heartbeat.serving
+        worker.serving_busy = bool(serving.running or serving.waiting)
+        if heartbeat.state is ExecutorState.READY:
+            worker.device, worker.devices = heartbeat.hardware.device, heartbeat.devices
+            worker.max_turns = max(worker.max_turns, heartbeat.max_turns)
+            worker.kv_bytes = max(worker.kv_bytes, heartbeat.kv_bytes_total)
+            worker.kv_bytes_per_token = max(1, heartbeat.kv_bytes_per_token)
+            self._served_at.setdefault(heartbeat.policy_version, now)
+            if heartbeat.policy_version != worker.version:
+                worker.version = heartbeat.policy_version
+                self._swaps.append(heartbeat.swap_seconds)
+        if worker.worker_class is WorkerClass.SERVING and worker.seconds >= ROW_SECONDS:
+            worker.rows.append(_row(worker, heartbeat))
+            worker.seconds = worker.busy_seconds = 0.0
+
+    def groups(self) -> tuple[list[str], int]:
+        """Return the groups of this stretch of time in the order of their first requests, and how many are left out."""
+        found, left_out = [], 0
+        for name, members in self._groups.items():
+            begins = [each.turns[0].requested_at for each in members.values() if each.turns]
+            ends = [each.completed_at for each in members.values()]
+            if not begins or not self._since <= min(begins) or not max(ends) <= self._until:
+                continue
+            whole = len(members) == next(iter(members.values())).group_size
+            if whole and all(each.plan is not None for each in members.values()):
+                found.append((min(begins), name))
+            else:
+                left_out += 1
+        return [name for _, name in sorted(found)], left_out
+
+    def members(self, group: str) -> list[_Trajectory]:
+        """Return the trajectories of a group in the order of their index."""
+        return sorted(self._groups[group].values(), key=lambda each: int(each.name.rpartition(":")[2]))
+
+    def turns(self, groups: Sequence[str]) -> list[TurnFigures]:
+        """Return the applied turns of groups, in the order in which they were applied."""
+        found = [turn for group in groups for each in self._groups[group].values() for turn in each.turns]
+        return sorted(found, key=lambda turn: turn.applied_at)
+
+    def computed_turns(self) -> Iterator[tuple[EngineKind | None, ComputedTurn]]:
+        """Yield every computed turn on the log, with the kind of its engine if a heartbeat says the kind."""
+        for members in self._groups.values():
+            for each in members.values():
+                for turn in each.computed:
+                    yield self.kind(turn.worker), turn
+
+    def kind(self, name: str) -> EngineKind | None:
+        """Return the kind of an executor; None if it was never ready."""
+        worker = self._workers.get(name)
+        if worker is None or not worker.max_turns:
+            return None
+        return EngineKind(
+            worker.worker_class,
+            worker.device,
+            worker.devices,
+            worker.max_turns,
+            worker.kv_bytes // worker.kv_bytes_per_token,
+            worker.kv_bytes_per_token,
+        )
+
+    def fleet(self, begin: float, end: float) -> Counter[EngineKind]:
+        """Return the executors that were there for at least half of the time between `begin` and `end`, by kind."""
+        found: Counter[EngineKind] = Counter()
+        for name, worker in self._workers.items():
+            kind = self.kind(name)
+            if kind is not None and worker.ready_seconds >= PRESENT_SHARE * (end - begin):
+                found[kind] += 1
+        return found
+
+    def load(self) -> dict[str, list[Row]]:
+        """Return the load of each lending server, as `rose lend --observe --record` writes it."""
+        return {name: worker.rows for name, worker in self._workers.items() if worker.rows}
+
+    def steps(self, groups: Sequence[str]) -> list[tuple[StepFigures, list[str]]]:
+        """Return the training steps that settled whole groups of these, with the groups, in order of time."""
+        by_step: defaultdict[int, list[str]] = defaultdict(list)
+        for group in groups:
+            settled = {record.step for name in self._groups[group] if (record := self._outcomes.get(name)) is not None}
+            if len(settled) == 1:
+                by_step[settled.pop()].append(group)
+        found, before = [], 0.0
+        for _, members in sorted(by_step.items()):
+            trajectories = [each for group in members for each in self._groups[group].values()]
+            outcomes = [self._outcomes[each.name] for each in trajectories]
+            trained = {record.trajectory_id for record in outcomes if record.outcome is Outcome.TRAINED}
+            begin = before or min(each.turns[0].requested_at for each in trajectories)
+            step = StepFigures(
+                began_at=begin,
+                collected_at=max(begin, *(each.completed_at for each in trajectories)),
+                ended_at=max(record.recorded_at for record in outcomes),
+                tokens=sum(each.tokens for each in trajectories if each.name in trained),
+                trained=len(trained),
+                correct=sum(each.name in trained and bool(each.plan and each.plan.solved) for each in trajectories),
+            )
+            before = step.ended_at
+            found.append((step, members))
+        return found
+
+    def window_groups(self, groups: Sequence[str]) -> int:
+        """Return the most groups that were open or waited for the trainer at once."""
+        changes = []
+        for group in groups:
+            members = self._groups[group].values()
+            settled = [record.recorded_at for each in members if (record := self._outcomes.get(each.name)) is not None]
+            changes.append((min(each.turns[0].requested_at for each in members), 1))
+            if settled:
+                changes.append((max(settled), -1))
+        most = now = 0
+        for _, change in sorted(changes):
+            now += change
+            most = max(most, now)
+        return most
+
+    def plans(self, groups: Sequence[str], steps: Sequence[StepFigures], window: int) -> list[list[TrajectoryPlan]]:
+        """Return what the trajectories of each group did.
+
+        The first turn comes as long after the moment at which the group could be opened as it did.
+        """
+        begin = min(turn.requested_at for turn in self.turns(groups))
+        per_step = len(groups) // len(steps) if steps else len(groups)
+        found = []
+        for number, group in enumerate(groups):
+            behind = -(-(number + 1 - window) // per_step)  # steps that must end before the group is opened
+            opened = begin if behind <= 0 or behind > len(steps) else steps[behind - 1].ended_at
+            found.append([_from_opening(each, opened) for each in self.members(group)])
+        return found
+
+    def hop_seconds(self, groups: Sequence[str]) -> float:
+        """Return the mean time of a record on the bus."""
+        hops = [hop for group in groups for each in self._groups[group].values() for hop in each.hops]
+        return max(0.0, fmean(hops)) / RECORDS_OF_A_TURN
+
+    def version_seconds(self, ends: Sequence[float]) -> tuple[float, float]:
+        """Return the mean seconds from the end of a training step until an executor served its version, and of a swap.
+
+        `ends`: when the steps ended, in the order of the versions.
+        """
+        served = sorted(self._served_at.values())
+        delays = [min(at for at in served if at >= end) - end for end in ends if served and served[-1] >= end]
+        return fmean(delays) if delays else 0.0, fmean(self._swaps) if self._swaps else 0.0
+
+
+def _row(worker: _Worker, heartbeat: SlackHeartbeat) -> Row:
+    return Row(
+        unix_seconds=heartbeat.sent_at,
+        seconds=worker.seconds,
+        idle_seconds=max(0.0, worker.seconds - worker.busy_seconds),
+        running=heartbeat.serving.running,
+        waiting=heartbeat.serving.waiting,
+        kv_bytes_held=0,
+        kv_bytes_most=0,
+        kv_bytes_total=max(1, worker.kv_bytes),
+    )
+
+
+def on_the_bus(times: TurnTimes) -> float:
+    """Return the seconds of a turn on the bus: to the inbox, without the wait for room, and back to the worker."""
+    there = times.queued_at - times.requested_at + times.received_at - times.dispatched_at
+    return there + times.applied_at - times.finished_at
+
+
+def _trajectory(sample: Sample) -> _Trajectory:
+    planned, known = [], 0
+    later = [*(turn.times.requested_at for turn in sample.turns[1:]), sample.completed_at]
+    for turn, next_at in zip(sample.turns, later, strict=bool(sample.turns)):
+        waited = max(0.0, next_at - turn.times.applied_at)  # the environment's step, and what its worker adds
+        planned.append(PlannedTurn(turn.start - known, turn.end - turn.start, waited))
+        known = turn.end
+    failed = bool(sample.failure) or not sample.turns
+    return _Trajectory(
+        name=sample.trajectory_id,
+        group_size=sample.group_size,
+        plan=None
+        if failed
+        else TrajectoryPlan(tuple(planned), 0.0, sample.turns[0].sampling.max_tokens, bool(sample.success)),
+        tokens=len(sample.loss_mask),
+        completed_at=sample.completed_at,
+        turns=[_figures(sample, turn) for turn in sample.turns],
+        computed=[_computed(turn) for turn in sample.turns if turn.times.first_token_at],
+        hops=[on_the_bus(turn.times) for turn in sample.turns],
+    )
+
+
+def _from_opening(trajectory: _Trajectory, opened: float) -> TrajectoryPlan:
+    assert trajectory.plan is not None
+    return trajectory.plan._replace(reset_seconds=max(0.0, trajectory.turns[0].requested_at - opened))
+
+
+def _computed(turn: SampleTurn) -> ComputedTurn:
+    times = turn.times
+    return ComputedTurn(
+        worker=turn.worker,
+        scheduled_at=times.scheduled_at,
+        first_token_at=times.first_token_at,
+        finished_at=times.finished_at,
+        context_tokens=turn.start,
+        prefill_tokens=max(0, turn.start - turn.cached_tokens),
+        new_tokens=turn.end - turn.start,
+        whole=turn.attempt == 0,
+    )
+
+
+def _figures(sample: Sample, turn: SampleTurn) -> TurnFigures:
+    times = turn.times
+    spans = [span.version for span in sample.spans if span.start < turn.end and span.end > turn.start]
+    return TurnFigures(
+        trajectory=sample.trajectory_id,
+        turn=turn.turn,
+        worker=turn.worker,
+        attempts=turn.attempt + 1,
+        context_tokens=turn.start,
+        cached_tokens=turn.cached_tokens,
+        new_tokens=turn.end - turn.start,
+        requested_at=times.requested_at,
+        queued_at=times.queued_at,
+        dispatched_at=times.dispatched_at,
+        received_at=times.received_at,
+        scheduled_at=times.scheduled_at,
+        first_token_at=times.first_token_at,
+        finished_at=times.finished_at,
+        applied_at=times.applied_at,
+        version=min(spans, default=-1),
+        environment_seconds=turn.environment_seconds,
+        device_seconds={},
+    )

@@ -1,0 +1,239 @@
+"""What if: a recorded run is simulated from its records alone, and a change says what really making it would have."""
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.pipeline.accounting.cost import Usage
+from rose.pipeline.accounting.prices import Prices
+from rose.pipeline.simulation.fitted_engine import ComputedTurn, fit_engine
+from rose.pipeline.simulation.fleet import Fleet
+from rose.pipeline.simulation.recorded_run import RecordedRun
+from rose.pipeline.simulation.scenario import Control
+from rose.pipeline.simulation.trajectory_plans import drawn_plans
+from rose.pipeline.simulation.what_if import Replica, RunSettings, changed, replica_of, simulated_figures
+from rose.schemas.errors import RoseError, UsageError
+from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import Sampling
+from rose.schemas.record import Record
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.samples import Sample, SampleOutcome, SampleTurn
+from rose.schemas.turns import TurnTimes
+from rose.workers.lender.admission import Promise
+from tests.support.simulation_fixtures import scenario
+
+ORIGIN = 1.7e9
+"""Unix seconds at which a simulated run begins."""
+
+SETTINGS = RunSettings(
+    name="test",
+    step_tokens=8192,
+    max_staleness=1,
+    max_lag_versions=1,
+    promise=Promise(),
+    control=Control(),
+    cells=1,
+    heartbeat_seconds=0.2,
+    prices=Prices(currency="USD", dedicated=2.0, borrowed=1.0, trainer=2.0),
+)
+
+ASYNCHRONOUS: dict[str, Any] = {
+    "training": {"mode": "asynchronous", "max_staleness": 1, "steps": 4},
+    "tasks": {"group_size": 6},
+}
+"""As a production run is: groups open while others are trained on."""
+
+
+def run(**changes: Any) -> Fleet:
+    """Run a fleet until the prompts of its steps are used up, as a run does."""
+    fields = scenario(**{**ASYNCHRONOUS, **changes})
+    drawn = drawn_plans(fields.tasks, fields.seed)
+    fleet = Fleet(fields, plans=[drawn(number) for number in range(fields.training.steps * fields.tasks.groups)])
+    fleet.run()
+    return fleet
+
+
+def records_of(fleet: Fleet) -> Iterator[Record]:
+    """Records that a run leaves that did what the fleet did."""
+    turns: dict[str, list[Any]] = {}
+    for turn in fleet.rollout.turns:
+        turns.setdefault(turn.trajectory, []).append(turn)
+    for sample, outcome, step in fleet.trainer.figures.settled:
+        own = turns[sample.trajectory_id]
+        mask = b"".join(
+            bytes(turn.context_tokens - before) + b"\1" * turn.new_tokens
+            for turn, before in zip(own, [0, *(each.context_tokens + each.new_tokens for each in own)], strict=False)
+        )
+        yield Sample(
+            trajectory_id=sample.trajectory_id,
+            group_id=sample.group_id,
+            group_size=sample.group_size,
+            model_id="policy",
+            environment="simulated",
+            seed=0,
+            tokens=bytes(4 * len(mask)),
+            loss_mask=mask,
+            logprobs=bytes(4 * len(mask)),
+            spans=(VersionSpan(0, len(mask), own[0].version),),
+            turns=tuple(map(sample_turn, own)),
+            reward=sample.reward,
+            success=sample.success,
+            completed_at=ORIGIN + sample.completed_at,
+        )
+        yield SampleOutcome(
+            trajectory_id=sample.trajectory_id,
+            group_id=sample.group_id,
+            outcome=outcome,
+            step=step,
+            policy_version=step,
+            recorded_at=ORIGIN + fleet.trainer.figures.steps[step].ended_at,
+        )
+    for executor in fleet.executors.values():
+        for second in range(int(fleet.events.now) + 2):
+            yield heartbeat(executor.name, float(second), max_turns=2, kv_tokens=executor.cost.kv_cache_tokens)
+
+
+def heartbeat(worker: str, at: float, *, max_turns: int, kv_tokens: int) -> SlackHeartbeat:
+    return SlackHeartbeat(
+        worker=worker,
+        incarnation=1,
+        slot=0,
+        sequence=int(at),
+        worker_class=WorkerClass.DEDICATED,
+        state=ExecutorState.READY,
+        policy_version=0,
+        hardware=Hardware(device="H800", prefill_tokens_per_second=1000.0, decode_tokens_per_second=10.0),
+        kv_bytes_total=kv_tokens * 4,
+        kv_bytes_free=0,
+        kv_bytes_per_token=4,
+        max_turns=max_turns,
+        token_budget=kv_tokens,
+        ttl_seconds=2.0,
+        sent_at=ORIGIN + at,
+    )
+
+
+def sample_turn(turn: Any) -> SampleTurn:
+    stations = ("requested", "queued", "dispatched", "received", "scheduled", "first_token", "finished", "applied")
+    return SampleTurn(
+        turn=turn.turn,
+        attempt=turn.attempts - 1,
+        worker=turn.worker,
+        sampling=Sampling(max_tokens=600),
+        start=turn.context_tokens,
+        end=turn.context_tokens + turn.new_tokens,
+        cached_tokens=turn.cached_tokens,
+        times=TurnTimes(**{f"{each}_at": ORIGIN + getattr(turn, f"{each}_at") for each in stations}),
+        environment_seconds=turn.environment_seconds,
+    )
+
+
+@cache
+def recorded_run() -> tuple[Record, ...]:
+    """Return the records of a run without changes."""
+    return tuple(records_of(run()))
+
+
+def replica(records: Iterable[Record], folder: Path) -> Replica:
+    recorded = RecordedRun(0.0, float("inf"))
+    for record in records:
+        recorded.add(record)
+    return replica_of(recorded, SETTINGS, Usage([], {}, [], []), folder)
+
+
+def test_simulation_of_a_recorded_run_takes_as_long_as_the_run(tmp_path: Path) -> None:
+    recorded = replica(recorded_run(), tmp_path)
+    simulated = recorded.simulate(recorded.scenario)
+    simulated.run()
+    figures, log = simulated_figures(simulated), recorded.log
+    assert figures.seconds == pytest.approx(log.seconds, rel=0.05)
+    assert figures.step_seconds == pytest.approx(log.step_seconds, rel=0.05)
+    assert sum(figures.turns) >= sum(log.turns)
+    assert figures.cached_share == pytest.approx(log.cached_share, abs=0.05)
+    assert (recorded.left_out_groups, recorded.left_out_executors) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "really"),
+    [
+        ("dedicated.0.count=1", {"dedicated": [{"profile": "qwen3-8b-h800-tp1", "count": 1, "max_turns": 2}]}),
+        ("dedicated.0.count=4", {"dedicated": [{"profile": "qwen3-8b-h800-tp1", "count": 4, "max_turns": 2}]}),
+        ("dedicated.0.max_turns=8", {"dedicated": [{"profile": "qwen3-8b-h800-tp1", "count": 2, "max_turns": 8}]}),
+        ("routing.policy=round_robin", {"routing": {"policy": "round_robin"}}),
+        ("training.max_staleness=0", {"training": {**ASYNCHRONOUS["training"], "max_staleness": 0}}),
+    ],
+)
+def test_what_if_takes_as_long_as_really_making_the_change(change: str, really: dict[str, Any], tmp_path: Path) -> None:
+    recorded = replica(recorded_run(), tmp_path)
+    asked = recorded.simulate(changed(recorded.scenario, [change]))
+    asked.run()
+    if change.startswith("training"):  # the window of open groups is another setting than the staleness
+        really["training"]["window_groups"] = 8
+    real = replica(records_of(run(**really)), tmp_path)
+    assert simulated_figures(asked).seconds == pytest.approx(real.log.seconds, rel=0.15)
+
+
+def test_change_of_what_the_log_has_is_refused(tmp_path: Path) -> None:
+    recorded = replica(recorded_run(), tmp_path)
+    with pytest.raises(UsageError, match=r"tasks\.groups is what the log has"):
+        changed(recorded.scenario, ["tasks.groups=3"])
+    with pytest.raises(UsageError, match="names no field"):
+        changed(recorded.scenario, ["dedicated.7.count=3"])
+    with pytest.raises(UsageError, match="unknown field `speed`"):
+        changed(recorded.scenario, ["routing.speed=3"])
+    with pytest.raises(UsageError, match="write it as"):
+        changed(recorded.scenario, ["routing.policy"])
+    with pytest.raises(UsageError, match="Invalid enum value"):
+        changed(recorded.scenario, ["routing.policy=nearest"])
+
+
+def test_run_without_heartbeats_or_groups_is_refused(tmp_path: Path) -> None:
+    recorded = RecordedRun(0.0, float("inf"))
+    with pytest.raises(RoseError, match="no group began and ended"):
+        replica_of(recorded, SETTINGS, Usage([], {}, [], []), tmp_path)
+    for record in recorded_run():
+        if not isinstance(record, SlackHeartbeat):
+            recorded.add(record)
+    with pytest.raises(RoseError, match="heartbeats_retention_seconds"):
+        replica_of(recorded, SETTINGS, Usage([], {}, [], []), tmp_path)
+
+
+def test_group_that_is_not_whole_on_the_log_is_left_out(tmp_path: Path) -> None:
+    recorded, dropped = RecordedRun(0.0, float("inf")), False
+    for record in recorded_run():
+        if isinstance(record, Sample) and not dropped:
+            dropped = True
+        else:
+            recorded.add(record)
+    assert replica_of(recorded, SETTINGS, Usage([], {}, [], []), tmp_path).left_out_groups == 1
+
+
+@given(
+    step=st.floats(1e-3, 1e-1),
+    sequence=st.floats(0.0, 1e-3),
+    prefill=st.floats(1e-6, 1e-3),
+    lengths=st.lists(
+        st.tuples(st.integers(2, 200), st.integers(1, 2000)),
+        min_size=20,
+        max_size=40,
+        unique_by=(lambda each: each[0], lambda each: each[1]),
+    ),
+)
+def test_fit_of_turns_that_were_computed_alone_has_the_seconds_of_their_engine(
+    step: float, sequence: float, prefill: float, lengths: list[tuple[int, int]]
+) -> None:
+    now, turns = ORIGIN, []
+    for new, prompt in lengths:
+        first = now + step + sequence + prefill * prompt
+        end = first + (new - 1) * (step + sequence)
+        turns.append(ComputedTurn("w", now, first, end, prompt, prompt, new, True))
+        now = end
+    fitted = fit_engine(turns, step_tokens=8192)
+    assert fitted is not None
+    assert fitted.p90_error < 0.01
+    assert fitted.step_seconds + fitted.sequence_seconds == pytest.approx(step + sequence, rel=0.05)
