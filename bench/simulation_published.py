@@ -16,7 +16,7 @@
 - `pools`: RollArt's pools of equal cost (OSDI '26): 72 H800, 208 H20, 64 H800 with 24 H20. The scenarios
   `rollart-*.toml` have tasks that mostly prefill and tasks that mostly decode, half of each; their arm `rose` is the
   mixed pool. ROSE's router decides the placement by its own prediction. The trainer is asynchronous as RollArt's, and
-  the figure is the time of a step, without the steps in which the fleet fills. RollArt publishes no lengths:
+  the figure is the time of a step, without the warm-up. RollArt publishes no lengths:
   `rollart-8b-long.toml` has longer observations.
 
 `--json FILE` writes one object with `checks` and all rows. Exit status 1 if a bound is missed.
@@ -32,6 +32,7 @@ from bench.check import Check, Section, keep, options, say
 from rose.pipeline.simulation.cost_model import CostModel, load_profile
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.prefix_cache import PrefixCache, Segment
+from rose.pipeline.simulation.results import measured
 from rose.pipeline.simulation.scenario import Elastic, Pool, Routing, Scenario, Tasks, Training, load_scenario
 from rose.workers.loadgen.traces import BLOCK_TOKENS, read_trace
 
@@ -55,9 +56,6 @@ PUBLISHED_HITS = {1_000: 0.341, 10_000: 0.460, 30_000: 0.537, 50_000: 0.551, 100
 """Hit rate by the cache's blocks; None is a cache without bound."""
 
 POOLS = ("rollart-8b.toml", "rollart-32b.toml", "rollart-8b-long.toml")
-
-FILLING_STEPS = 2
-"""Steps at the start of an asynchronous run that are not counted."""
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -136,11 +134,11 @@ def rollout_seconds(scenario: Scenario) -> float:
 
 
 def step_seconds(scenario: Scenario) -> float:
-    """Simulate; return the mean seconds of a training step, without the steps in which the fleet fills."""
+    """Simulate; return the mean seconds of a training step, without the warm-up."""
     fleet = Fleet(scenario)
     fleet.run()
-    ends = [step.ended_at for step in fleet.trainer.figures.steps[FILLING_STEPS - 1 :]]
-    return (ends[-1] - ends[0]) / (len(ends) - 1)
+    steps = measured(fleet.trainer.figures.steps, scenario.open_steps)
+    return (steps[-1].ended_at - steps[0].began_at) / len(steps)
 
 
 def makespan() -> Section:

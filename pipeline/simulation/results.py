@@ -2,8 +2,9 @@
 
 Keeps true
 - Every figure follows from what the simulation did; a result holds no wall-clock time, so one seed gives one result.
-- With several training steps the first is warm-up: the figures of steps and turns cover the later steps. The figures of
-  users cover the whole simulation.
+- The figures of steps and turns leave out the warm-up: the steps whose groups were opened at the start. If groups of
+  several steps are open at once, their steps are of uneven length and repeat, so the figures cover whole rounds of as
+  many steps. The figures of users, of devices and of answers cover the whole simulation.
 - Latencies of users are over all requests (TTFT) and over all tokens (TPOT) of all servers, not means of means.
 - Serving alone is the same serving fleet with the same users for the same time, without rollouts.
 
@@ -54,7 +55,7 @@ class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     simulated_seconds: float
     measured_steps: int
-    """Training steps that the figures of steps and turns cover."""
+    """Training steps that the figures of steps and turns cover: all without the warm-up."""
     step_seconds: float
     """Mean time of a training step, from its first group to the new version."""
     rollout_seconds: float
@@ -150,7 +151,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 def arm_figures(fleet: Fleet) -> ArmFigures:
     """Return the figures of a simulation that has ended, without those of serving alone."""
-    steps = measured(fleet.trainer.figures.steps)
+    steps = measured(fleet.trainer.figures.steps, fleet.scenario.open_steps)
     turns = [turn for turn in fleet.rollout.turns if turn.requested_at >= steps[0].began_at]
     waits, kinds = LatencyHistogram(), Counter(worker_kind(turn.worker) for turn in turns)
     for turn in turns:
@@ -201,9 +202,17 @@ def with_alone(figures: ArmFigures, alone: UserFigures | None) -> ArmFigures:
     )
 
 
-def measured(steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
-    """Return the steps without the warm-up."""
-    return steps[1:] if len(steps) > 1 else steps
+def measured(steps: Sequence[StepFigures], open_steps: int) -> Sequence[StepFigures]:
+    """Return the steps without the warm-up: the last steps, in whole rounds of `open_steps`.
+
+    The groups of `open_steps` steps are opened at the start, and end nearly together. So of each round of as many steps,
+    the first waits long and the others do not: part of a round is no sample of a run. With too few steps for a round
+    these are all steps but the first, or the only step.
+    """
+    rounds = len(steps) // open_steps - 1
+    if rounds < 1:
+        return steps[1:] if len(steps) > 1 else steps
+    return steps[-rounds * open_steps :]
 
 
 def worker_kind(worker: str) -> str:

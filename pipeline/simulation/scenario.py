@@ -271,6 +271,18 @@ class Scenario(Part, frozen=True, kw_only=True):
     """Ratios that a paper reports. By arm: how many times the throughput of that arm, or, if that arm moves whole
     engines, how many times shorter the rollouts. `ttft_p99`, `tpot_p99`: latency relative to serving alone."""
 
+    @property
+    def window_groups(self) -> int:
+        """Groups that are open or wait for the trainer at once."""
+        training = self.training
+        ahead = 0 if training.mode == "synchronous" else training.max_staleness
+        return training.window_groups or (1 + ahead) * self.tasks.groups
+
+    @property
+    def open_steps(self) -> int:
+        """Training steps whose groups are open or wait for the trainer at once."""
+        return -(-self.window_groups // self.tasks.groups)
+
     def __post_init__(self) -> None:
         if self.elastic.how != "none" and self.lending is None:
             raise ValueError("`elastic.how` needs a `[lending]` part, or is `none`")

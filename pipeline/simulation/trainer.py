@@ -113,10 +113,7 @@ class Trainer:
             self._go_on()
 
     def _open_groups(self) -> None:
-        tasks, training = self._scenario.tasks, self._scenario.training
-        ahead = 0 if self._synchronous else training.max_staleness
-        window = training.window_groups or (1 + ahead) * tasks.groups
-        wanted = self.version * tasks.groups + self._replaced + window
+        wanted = self.version * self._scenario.tasks.groups + self._replaced + self._scenario.window_groups
         while self._rollout.opened < min(wanted, self._groups):
             self._rollout.open_group()
 

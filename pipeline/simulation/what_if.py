@@ -75,7 +75,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """From the first request until the last batch was complete."""
     step_seconds: float
-    """Mean time of a training step; the first of several is not counted."""
+    """Mean time of a training step without the warm-up, as in `rose simulate`."""
     rollout_seconds: float
     """Mean time until the batch of a step was complete."""
     wait_p50: float
@@ -165,7 +165,13 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
     return Replica(
         scenario=scenario,
         plans=run.plans(groups, figures, max(window, per_step)),
-        log=_figures(turns, counted, lenders, cost_of(_usage_of(usage, names, begin, end, counted), settings.prices)),
+        log=_figures(
+            turns,
+            counted,
+            lenders,
+            cost_of(_usage_of(usage, names, begin, end, counted), settings.prices),
+            scenario.open_steps,
+        ),
         engines={kind.device: each for kind, each in fitted.items()},
         left_out_groups=left_out,
         left_out_executors=len({turn.worker for turn in turns}) - simulated,
@@ -229,17 +235,18 @@ def _value(text: str) -> Any:
 def simulated_figures(fleet: Fleet) -> RunFigures:
     """Return the figures of a simulation that has ended."""
     lenders = {lender.name for lender in fleet.lenders}
-    return _figures(fleet.rollout.turns, fleet.trainer.figures.steps, lenders, simulated_cost(fleet))
+    steps, open_steps = fleet.trainer.figures.steps, fleet.scenario.open_steps
+    return _figures(fleet.rollout.turns, steps, lenders, simulated_cost(fleet), open_steps)
 
 
 def _figures(
-    turns: Sequence[TurnFigures], steps: Sequence[StepFigures], lenders: set[str], cost: CostReport
+    turns: Sequence[TurnFigures], steps: Sequence[StepFigures], lenders: set[str], cost: CostReport, open_steps: int
 ) -> RunFigures:
     waits, by_worker = LatencyHistogram(), defaultdict[str, int](int)
     for turn in turns:
         waits.add(max(0.0, turn.scheduled_at - turn.requested_at))
         by_worker[turn.worker] += 1
-    counted = measured(steps)
+    counted = measured(steps, open_steps)
     return RunFigures(
         seconds=steps[-1].collected_at - min(turn.requested_at for turn in turns),
         step_seconds=(counted[-1].ended_at - counted[0].began_at) / len(counted),

@@ -33,12 +33,15 @@ from rose.pipeline.simulation.results import (
     checks,
     compare,
     encode_turns,
+    measured,
     reused_share,
 )
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.scenario import Failure, Scenario, load_scenario
 from rose.pipeline.simulation.trace import encode_trace
+from rose.pipeline.simulation.trainer import StepFigures
 from tests.support.simulated_scenario import write_scenario
+from tests.support.simulation_fixtures import scenario
 
 
 @cache
@@ -72,6 +75,29 @@ def test_first_of_several_steps_is_warm_up() -> None:
     assert figures.trajectories_per_hour == pytest.approx(3600 * second.trained / figures.step_seconds)
     assert figures.turns == sum(turn.requested_at >= second.began_at for turn in fleet.rollout.turns)
     assert sum(figures.turns_by_kind.values()) == figures.turns
+
+
+@pytest.mark.parametrize(
+    ("steps", "open_steps", "counted"), [(1, 1, [0]), (4, 1, [1, 2, 3]), (6, 2, [2, 3, 4, 5]), (7, 2, [3, 4, 5, 6])]
+)
+def test_warm_up_is_left_out_and_rounds_of_uneven_steps_are_whole(
+    steps: int, open_steps: int, counted: list[int]
+) -> None:
+    all_steps = [StepFigures(began_at=float(number)) for number in range(steps)]
+    assert [step.began_at for step in measured(all_steps, open_steps)] == counted
+
+
+def test_throughput_of_an_asynchronous_trainer_does_not_depend_on_the_number_of_steps() -> None:
+    """The groups of two steps run at once, so every second step waits for nothing."""
+    alike = {"turns_spread": 0.0, "trajectory_spread": 0.0, "turn_spread": 0.0}
+    room = [{"profile": "qwen3-8b-h800-tp1", "count": 2, "max_turns": 64}]
+    found = []
+    for steps in (4, 5, 9):
+        training = {"mode": "asynchronous", "max_staleness": 1, "steps": steps}
+        fleet = Fleet(scenario(dedicated=room, tasks=alike, training=training))
+        fleet.run()
+        found.append(arm_figures(fleet).step_seconds)
+    assert found == pytest.approx([found[-1]] * 3, rel=0.06)
 
 
 def test_only_step_is_measured() -> None:

@@ -152,7 +152,7 @@ def test_simulation_of_a_recorded_run_takes_as_long_as_the_run(tmp_path: Path) -
     simulated.run()
     figures, log = simulated_figures(simulated), recorded.log
     assert figures.seconds == pytest.approx(log.seconds, rel=0.05)
-    assert figures.step_seconds == pytest.approx(log.step_seconds, rel=0.05)
+    assert figures.step_seconds == pytest.approx(log.step_seconds, rel=0.1), "of the two steps after the warm-up"
     assert sum(figures.turns) >= sum(log.turns)
     assert figures.cached_share == pytest.approx(log.cached_share, abs=0.05)
     assert (recorded.left_out_groups, recorded.left_out_executors) == (0, 0)
