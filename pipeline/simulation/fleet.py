@@ -69,10 +69,12 @@ class Fleet:
         scenario: Scenario,
         recorder: Recorder | None = None,
         plans: Sequence[Sequence[TrajectoryPlan]] | None = None,
+        step_groups: Sequence[int] = (),
     ) -> None:
         """`recorder`: keeps what a trace and a report show; None keeps nothing.
 
         `plans`: what the trajectories of each group do, and the only groups; None draws from the scenario's tasks.
+        `step_groups`: groups of each training step; a step without a number takes `tasks.groups`.
         """
         self.scenario = scenario
         self.events = EventQueue()
@@ -95,7 +97,7 @@ class Fleet:
         plans_of = drawn_plans(scenario.tasks, scenario.seed) if plans is None else plans.__getitem__
         self.rollout = Rollout(plans_of, self.events, self._from_environment, self._on_sample)
         groups = math.inf if plans is None else len(plans)
-        self.trainer = Trainer(scenario, self.events, self.rollout, self._publish, groups)
+        self.trainer = Trainer(scenario, self.events, self.rollout, self._publish, groups, step_groups)
         self.cells = [Cell(number, self._router()) for number in range(scenario.cells)]
         self.control: ElasticityCore | None = None
         self._cell_of: dict[str, Cell] = {}
@@ -385,7 +387,7 @@ class Fleet:
     def check(self) -> None:
         """Raise AssertionError if a trajectory was lost or doubled, or an executor was sent more than it offered."""
         settled = [sample.trajectory_id for sample, _, _ in self.trainer.figures.settled]
-        opened = self.rollout.opened * self.scenario.tasks.group_size
+        opened = self.rollout.begun
         if len(settled) != len(set(settled)):
             raise AssertionError("a trajectory has two outcomes")
         if self.rollout.finished + len(self.rollout.live) != opened or len(settled) > self.rollout.finished:

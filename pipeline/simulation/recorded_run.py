@@ -12,9 +12,11 @@ Keeps true
 A fold over samples, outcomes and heartbeats, each partition in the order of the log. Pure.
 """
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
 
@@ -234,17 +236,19 @@ class RecordedRun:
             most = max(most, now)
         return most
 
-    def plans(self, groups: Sequence[str], steps: Sequence[StepFigures], window: int) -> list[list[TrajectoryPlan]]:
-        """Return what the trajectories of each group did.
+    def plans(
+        self, groups: Sequence[str], steps: Sequence[tuple[StepFigures, Sequence[str]]], window: int
+    ) -> list[list[TrajectoryPlan]]:
+        """Return what the trajectories of each group did; `steps`: the training steps and their groups.
 
         The first turn comes as long after the moment at which the group could be opened as it did.
         """
         begin = min(turn.requested_at for turn in self.turns(groups))
-        per_step = len(groups) // len(steps) if steps else len(groups)
+        room = list(accumulate((len(members) for _, members in steps), initial=window))
         found = []
         for number, group in enumerate(groups):
-            behind = -(-(number + 1 - window) // per_step)  # steps that must end before the group is opened
-            opened = begin if behind <= 0 or behind > len(steps) else steps[behind - 1].ended_at
+            behind = bisect_right(room, number)  # steps that must end before the group is opened
+            opened = steps[behind - 1][0].ended_at if 0 < behind <= len(steps) else begin
             found.append([_from_opening(each, opened) for each in self.members(group)])
         return found
 

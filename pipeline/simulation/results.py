@@ -205,9 +205,9 @@ def with_alone(figures: ArmFigures, alone: UserFigures | None) -> ArmFigures:
 def measured(steps: Sequence[StepFigures], open_steps: int) -> Sequence[StepFigures]:
     """Return the steps without the warm-up: the last steps, in whole rounds of `open_steps`.
 
-    The groups of `open_steps` steps are opened at the start, and end nearly together. So of each round of as many steps,
-    the first waits long and the others do not: part of a round is no sample of a run. With too few steps for a round
-    these are all steps but the first, or the only step.
+    The groups of `open_steps` steps are opened at the start, and end nearly together. So of each round of as many
+    steps, the first waits long and the others do not: part of a round is no sample of a run. With too few steps for a
+    round these are all steps but the first, or the only step.
     """
     rounds = len(steps) // open_steps - 1
     if rounds < 1:

@@ -99,6 +99,8 @@ class Rollout:
         """`request`: sends a turn request to the bus. `on_sample`: takes a finished trajectory."""
         self.opened = 0
         """Groups opened."""
+        self.begun = 0
+        """Trajectories of these groups."""
         self.finished = 0
         """Trajectories that have ended."""
         self.turns: list[TurnFigures] = []
@@ -114,6 +116,7 @@ class Rollout:
         """Open the next group: its environments are reset, and then request their first turns."""
         group, plans = f"g{self.opened}", self._plans(self.opened)
         self.opened += 1
+        self.begun += len(plans)
         self._opened[group] = plans
         for index, plan in enumerate(plans):
             name = trajectory_id(group, index)

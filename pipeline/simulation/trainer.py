@@ -13,7 +13,7 @@ peak of its GPUs.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rose.pipeline.simulation.events import EventQueue
@@ -66,10 +66,11 @@ class Trainer:
         rollout: Rollout,
         publish: Callable[[int], float],
         groups: float = math.inf,
+        step_groups: Sequence[int] = (),
     ) -> None:
         """`publish`: sends a version to the engines; returns the seconds until the dedicated ones serve it.
 
-        `groups`: number of groups that there are.
+        `groups`: number of groups that there are. `step_groups`: groups of each training step, if steps differ.
         """
         self.version = 0
         self.training = False
@@ -79,6 +80,7 @@ class Trainer:
         self._rollout = rollout
         self._publish = publish
         self._groups = groups
+        self._step_groups = step_groups
         training = scenario.training
         self._synchronous = training.mode == "synchronous"
         self._rules = SelectionRules(
@@ -113,9 +115,14 @@ class Trainer:
             self._go_on()
 
     def _open_groups(self) -> None:
-        wanted = self.version * self._scenario.tasks.groups + self._replaced + self._scenario.window_groups
+        trained = sum(self._groups_of(step) for step in range(self.version))
+        wanted = trained + self._replaced + self._scenario.window_groups
         while self._rollout.opened < min(wanted, self._groups):
             self._rollout.open_group()
+
+    def _groups_of(self, step: int) -> int:
+        """Return how many groups a training step takes."""
+        return self._step_groups[step] if step < len(self._step_groups) else self._scenario.tasks.groups
 
     @property
     def _dapo(self) -> bool:
@@ -124,7 +131,8 @@ class Trainer:
     def _go_on(self) -> None:
         if self.training:
             return
-        while self._complete and len(self._batch) < self._scenario.tasks.groups:
+        needed = self._groups_of(self.version)
+        while self._complete and len(self._batch) < needed:
             group = select_samples(self._complete.pop(0), self.version, rules=self._rules)
             if self._dapo and not group.trained:
                 self._settle(group)
@@ -132,7 +140,7 @@ class Trainer:
                 self._rollout.open_group()
             else:
                 self._batch.append(group)
-        if len(self._batch) == self._scenario.tasks.groups:
+        if len(self._batch) == needed:
             self._train()
 
     def _train(self) -> None:

@@ -99,6 +99,8 @@ class Replica:
 
     scenario: Scenario
     plans: list[list[TrajectoryPlan]]
+    step_groups: list[int]
+    """Groups of each training step."""
     log: RunFigures
     engines: dict[str, FittedEngine]
     """What was fitted, by the name of the device."""
@@ -108,8 +110,16 @@ class Replica:
     """Executors that were there for less than half of the time, or whose kind cannot be simulated beside the others."""
 
     def simulate(self, scenario: Scenario) -> Fleet:
-        """Return a fleet that runs the recorded trajectories under a scenario; the caller runs the fleet."""
-        return Fleet(scenario, plans=self.plans)
+        """Return a fleet that runs the recorded trajectories under a scenario; the caller runs the fleet.
+
+        Raises UsageError if the scenario opens fewer groups at once than a recorded step has.
+        """
+        if scenario.window_groups < max(self.step_groups):
+            raise UsageError(
+                f"--what-if training.window_groups={scenario.window_groups}: a step of the run has "
+                f"{max(self.step_groups)} groups, so at least as many must be open at once"
+            )
+        return Fleet(scenario, plans=self.plans, step_groups=self.step_groups)
 
 
 def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Path) -> Replica:
@@ -140,7 +150,8 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
     fitted = _fit(run, present, settings.step_tokens)
     lent = max((kind for kind in present if _lends(kind)), key=lambda kind: present[kind], default=None)
     figures = [step for step, _ in steps]
-    window = run.window_groups(groups) if steps else 0
+    largest = max((len(members) for _, members in steps), default=per_step)
+    window = max(run.window_groups(groups) if steps else 0, per_step, largest)
     scenario = Scenario(
         name=settings.name,
         dedicated=tuple(
@@ -149,7 +160,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         lending=None if lent is None else _lending(lent, present[lent], fitted, settings, folder),
         users=None if lent is None else _users(run, folder),
         tasks=Tasks(groups=per_step, group_size=len(run.members(groups[0]))),
-        training=_training(run, figures, settings, max(window, per_step)),
+        training=_training(run, figures, settings, window),
         elastic=Elastic(how="none" if lent is None else "lend"),
         control=settings.control,
         routing=Routing(max_lag_versions=settings.max_lag_versions),
@@ -164,7 +175,8 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
     lenders = {turn.worker for turn in turns if (kind := run.kind(turn.worker)) is not None and _lends(kind)}
     return Replica(
         scenario=scenario,
-        plans=run.plans(groups, figures, max(window, per_step)),
+        plans=run.plans(groups, steps, scenario.window_groups),
+        step_groups=[len(members) for _, members in steps] or [len(groups)],
         log=_figures(
             turns,
             counted,

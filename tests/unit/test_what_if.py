@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,6 +177,28 @@ def test_what_if_takes_as_long_as_really_making_the_change(change: str, really: 
         really["training"]["window_groups"] = 8
     real = replica(records_of(run(**really)), tmp_path)
     assert simulated_figures(asked).seconds == pytest.approx(real.log.seconds, rel=0.15)
+
+
+def with_failed_groups(records: Iterable[Record], groups: tuple[str, ...]) -> Iterator[Record]:
+    for record in records:
+        if isinstance(record, Sample) and record.group_id in groups and record.trajectory_id.endswith(":0"):
+            record = msgspec.structs.replace(record, failure="its sandbox died", success=None, reward=None)
+        yield record
+
+
+@pytest.mark.parametrize("failed", [("g1",), ("g1", "g2", "g3", "g9")])
+def test_run_whose_steps_have_different_numbers_of_whole_groups_is_simulated(
+    failed: tuple[str, ...], tmp_path: Path
+) -> None:
+    recorded = replica(with_failed_groups(recorded_run(), failed), tmp_path)
+    assert recorded.left_out_groups == len(failed) == 16 - sum(recorded.step_groups)
+    assert len(set(recorded.step_groups)) > 1
+    simulated = recorded.simulate(recorded.scenario)
+    simulated.run()
+    assert len(simulated.trainer.figures.steps) == 4
+    assert simulated_figures(simulated).seconds == pytest.approx(recorded.log.seconds, rel=0.2)
+    with pytest.raises(UsageError, match="a step of the run has 4 groups|no step would have all its groups"):
+        recorded.simulate(changed(recorded.scenario, ["training.window_groups=3"]))
 
 
 def test_change_of_what_the_log_has_is_refused(tmp_path: Path) -> None:
