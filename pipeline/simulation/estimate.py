@@ -17,10 +17,12 @@ from pathlib import Path
 import msgspec
 
 from rose.pipeline.simulation.comparison import Watch, only_serving
+from rose.pipeline.simulation.cost_model import load_profile
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.recorded_load import MINUTE, RecordedMinute, minutes_of
 from rose.pipeline.simulation.results import UserFigures, UserTotals, lent_gpu_seconds
-from rose.pipeline.simulation.scenario import Lending, Pool, Scenario, Tasks, Users
+from rose.pipeline.simulation.scenario import Lending, Pool, Scenario, Tasks, Users, longest_requests
+from rose.schemas.errors import UsageError
 from rose.workers.lender.recording import Row, read_recording
 
 DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3600.0
@@ -143,7 +145,16 @@ def estimate(files: Sequence[Path], assumed: Assumptions, watch: Watch) -> Estim
 
 
 def _scenario(file: Path, assumed: Assumptions, number: int) -> Scenario:
-    """Return the scenario of one server, which only lends and serves; `number` tells the servers apart."""
+    """Return the scenario of one server, which only lends and serves; `number` tells the servers apart.
+
+    Raises UsageError if the requests of users do not fit into the server's memory.
+    """
+    prompt, new = longest_requests(load_profile(assumed.serving_profile).kv_cache_tokens)
+    if assumed.prompt_tokens > prompt or assumed.new_tokens > new:
+        raise UsageError(
+            f"requests of {assumed.prompt_tokens} + {assumed.new_tokens} tokens are too long for the KV memory of "
+            f"{assumed.serving_profile}: the medians may be up to {prompt} and {new}"
+        )
     return Scenario(
         name=file.stem,
         seed=1000 * assumed.seed + number,
@@ -156,7 +167,13 @@ def _scenario(file: Path, assumed: Assumptions, number: int) -> Scenario:
             ttft_seconds=assumed.ttft_seconds,
             tpot_seconds=assumed.tpot_seconds,
         ),
-        users=Users(recording=(str(file),), prompt_tokens=assumed.prompt_tokens, new_tokens=assumed.new_tokens),
+        users=Users(
+            recording=(str(file),),
+            prompt_tokens=assumed.prompt_tokens,
+            max_prompt_tokens=prompt,
+            new_tokens=assumed.new_tokens,
+            max_new_tokens=new,
+        ),
         tasks=TASKS,
     )
 

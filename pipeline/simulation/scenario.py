@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from rose.pipeline.accounting.prices import Prices
 from rose.pipeline.control.config import ControlConfig
+from rose.pipeline.simulation.cost_model import load_profile
 from rose.schemas.errors import UsageError
 from rose.schemas.grants import MAX_LEASE_SECONDS
 from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_GROUP_SIZE, MAX_TURN_TOKENS, MAX_TURNS
@@ -77,6 +79,9 @@ class Spike(Part, frozen=True, kw_only=True):
 
 MINUTE_PEAK = 1.7
 
+PEAK_EVERY_MINUTES = 10
+"""A minute with the largest rate comes once in so many minutes, and in it a second with the largest rate."""
+
 
 class Users(Part, frozen=True, kw_only=True):
     """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second.
@@ -89,14 +94,21 @@ class Users(Part, frozen=True, kw_only=True):
     recording: tuple[str, ...] = ()
     """One file or several of `rose lend --observe --record`, relative to the scenario: each minute is as busy as there,
     and after the last minute the first comes again."""
-    minute_peak: Annotated[float, Meta(ge=1, le=100)] = MINUTE_PEAK
-    """Largest rate of a minute relative to the mean; not with a recording, whose minutes have their own rates."""
-    second_peak: Annotated[float, Meta(ge=1, le=1000)] = 4.2
-    """Largest rate of a second relative to the mean."""
+    minute_peak: Annotated[float, Meta(ge=1, le=9.5)] = MINUTE_PEAK
+    """Largest rate of a minute relative to the mean, once in 10 minutes; not with a recording, whose minutes have their
+    own rates."""
+    second_peak: Annotated[float, Meta(ge=1, le=20)] = 4.2
+    """Largest rate of a second relative to the mean, not below `minute_peak`."""
     prompt_tokens: Positive = 1020
+    """Median tokens of a prompt."""
     prompt_spread: Spread = 0.9
+    max_prompt_tokens: Positive = 16_384
+    """Prompts are cut off at this length."""
     new_tokens: Positive = 129
+    """Median tokens of an answer."""
     new_spread: Spread = 0.8
+    max_new_tokens: Positive = 4096
+    """Answers are cut off at this length."""
     spikes: tuple[Spike, ...] = ()
 
     def __post_init__(self) -> None:
@@ -104,6 +116,16 @@ class Users(Part, frozen=True, kw_only=True):
             raise ValueError("`[users]` needs either `busy` or `recording`")
         if self.recording and self.minute_peak != MINUTE_PEAK:
             raise ValueError("`minute_peak` contradicts `recording`, whose minutes have rates of their own")
+        if self.second_peak < self.minute_peak:
+            raise ValueError("`second_peak` is less than `minute_peak`: the largest second is part of a minute")
+        if self.prompt_tokens > self.max_prompt_tokens or self.new_tokens > self.max_new_tokens:
+            raise ValueError("a median of the users exceeds `max_prompt_tokens` or `max_new_tokens`")
+
+
+def longest_requests(kv_tokens: int) -> tuple[int, int]:
+    """Return `max_prompt_tokens` and `max_new_tokens` of users: the defaults, or less if the KV memory is smaller."""
+    new = min(4096, max(1, kv_tokens // 4))
+    return min(16_384, max(1, kv_tokens - new)), new
 
 
 class TaskKind(Part, frozen=True, kw_only=True):
@@ -158,7 +180,7 @@ class Training(Part, frozen=True, kw_only=True):
     algorithm: Literal["grpo", "dapo"] = "grpo"
     """`dapo` samples dynamically: a group whose rewards are all equal is replaced by another group."""
     colocated: bool = False
-    """Whether the trainer computes on the GPUs of the dedicated engines, so that their time costs once."""
+    """Whether a synchronous trainer computes on the GPUs of the dedicated engines, so that their time costs once."""
     parameters: Annotated[float, Meta(gt=0, le=1e13)] = 8e9
     gpus: Positive = 16
     flops_per_gpu: Annotated[float, Meta(gt=0, le=1e17)] = 989e12
@@ -175,6 +197,12 @@ class Training(Part, frozen=True, kw_only=True):
     """Engines on the trainer's GPUs that run rollouts while the trainer waits."""
     toggle_seconds: Seconds = 6.3
     """Time until such an engine is ready (PEARL: 6.3 s)."""
+
+    def __post_init__(self) -> None:
+        if self.colocated and self.mode != "synchronous":
+            raise ValueError("`colocated` contradicts an asynchronous trainer: rollouts run while it trains")
+        if self.colocated and self.lends_gpus:
+            raise ValueError("`lends_gpus` contradicts `colocated`, whose trainer has no GPUs of its own")
 
 
 class Elastic(Part, frozen=True, kw_only=True):
@@ -241,6 +269,9 @@ class PriceList(Part, frozen=True, kw_only=True):
     dedicated_by_device: dict[str, Seconds] = {}
     borrowed_by_device: dict[str, Seconds] = {}
 
+    def __post_init__(self) -> None:
+        Prices(**msgspec.structs.asdict(self))  # refuses what the configuration of a run refuses
+
 
 class Scenario(Part, frozen=True, kw_only=True):
     """A fleet, its users, tasks and trainer."""
@@ -267,7 +298,7 @@ class Scenario(Part, frozen=True, kw_only=True):
     failures: tuple[Failure, ...] = ()
     most_seconds: Annotated[float, Meta(gt=0, le=1e9)] = 200_000.0
     """Simulated seconds after which the run counts as stalled."""
-    paper: dict[str, float] = {}
+    paper: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
     """Ratios that a paper reports. By arm: how many times the throughput of that arm, or, if that arm moves whole
     engines, how many times shorter the rollouts. `ttft_p99`, `tpot_p99`: latency relative to serving alone."""
 
@@ -290,6 +321,12 @@ class Scenario(Part, frozen=True, kw_only=True):
             raise ValueError("`[users]` needs a `[lending]` part: the users' requests are served there")
         if not self.dedicated and (self.lending is None or self.elastic.how == "none"):
             raise ValueError("no engine ever takes a turn: give `[[dedicated]]` or `[lending]`")
+        if self.elastic.how == "whole" and self.lending is not None and not self.lending.count:
+            raise ValueError("`elastic.how` is `whole`, and `lending.count` is 0: there is no engine to move")
+        if self.training.lends_gpus and not self.dedicated:
+            raise ValueError(
+                "`training.lends_gpus` needs `[[dedicated]]`: engines on the trainer's GPUs are like those"
+            )
         if 0 < self.training.window_groups < self.tasks.groups:
             raise ValueError("`training.window_groups` is less than `tasks.groups`: no step would have all its groups")
         for kind in self.tasks.kinds or (self.tasks,):
@@ -332,9 +369,41 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def _scenario(path: Path, arm: str, fields: Mapping[str, Any]) -> Scenario:
     try:
-        return msgspec.convert(_with_recordings(path, _with_whole_kinds(fields)), Scenario, strict=True)
-    except msgspec.ValidationError as error:
+        scenario = msgspec.convert(_with_recordings(path, _with_whole_kinds(fields)), Scenario, strict=True)
+        _check_sizes(scenario)
+    except (msgspec.ValidationError, UsageError) as error:
         raise UsageError(f"the scenario {path}, arm {arm}: {error}") from error
+    return scenario
+
+
+def _check_sizes(scenario: Scenario) -> None:
+    """Raise UsageError for a profile that cannot be read, or for what does not fit on its GPUs or in its memory."""
+    training, lending = scenario.training, scenario.lending
+    pools = [(pool.count, load_profile(pool.profile)) for pool in scenario.dedicated]
+    gpus = sum(count * cost.tensor_parallel for count, cost in pools)
+    if training.colocated and training.gpus > gpus:
+        raise UsageError(f"`training.colocated` with {training.gpus} GPUs, and the dedicated engines have {gpus}")
+    if training.lends_gpus and training.lends_gpus * pools[0][1].tensor_parallel > training.gpus:
+        raise UsageError(
+            f"`training.lends_gpus`: {training.lends_gpus} engines need "
+            f"{training.lends_gpus * pools[0][1].tensor_parallel} GPUs, and the trainer has {training.gpus}"
+        )
+    room = [cost.kv_cache_tokens for count, cost in pools if count]
+    if lending is not None:
+        serving, guest = load_profile(lending.serving_profile), load_profile(lending.guest_profile)
+        users = scenario.users
+        if users is not None and users.max_prompt_tokens + users.max_new_tokens > serving.kv_cache_tokens:
+            raise UsageError(
+                f"`users.max_prompt_tokens` and `users.max_new_tokens` exceed the {serving.kv_cache_tokens} tokens of "
+                f"the KV memory of {lending.serving_profile}"
+            )
+        if lending.count and scenario.elastic.how != "none":
+            room.append(guest.kv_cache_tokens)
+    if not room:
+        raise UsageError("no engine ever takes a turn: every `count` is 0")
+    longest = max(kind.context_tokens for kind in scenario.tasks.kinds or (scenario.tasks,))
+    if longest > max(room):
+        raise UsageError(f"`tasks.context_tokens` is {longest}, and no engine has KV memory for more than {max(room)}")
 
 
 def _with_whole_kinds(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,7 @@ from rose.pipeline.simulation.engine import EngineRequest
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.prefix_cache import Segment
 from rose.pipeline.simulation.recorded_load import offered_load, recorded_minutes
-from rose.pipeline.simulation.scenario import Users
-
-PEAK_EVERY_SECONDS = 600
-"""A minute with the largest rate comes once in so many seconds, and in it a second with the largest rate."""
+from rose.pipeline.simulation.scenario import PEAK_EVERY_MINUTES, Users
 
 MINUTE, LEAST_RATE = 60, 0.05
 
@@ -34,8 +31,8 @@ class Arrivals:
         self._users = users
         self._draw = random.Random(f"{seed}/users")
         self._seed = seed
-        mean_prompt = users.prompt_tokens * math.exp(users.prompt_spread**2 / 2)
-        mean_new = users.new_tokens * math.exp(users.new_spread**2 / 2)
+        mean_prompt = mean_length(users.prompt_tokens, users.prompt_spread, users.max_prompt_tokens)
+        mean_new = mean_length(users.new_tokens, users.new_spread, users.max_new_tokens)
         alone = _seconds_alone(cost, round(mean_prompt), round(mean_new))
         recorded = [minute.load(engines) / alone * engines for minute in recorded_minutes(users.recording)]
         self._recorded = recorded
@@ -63,7 +60,7 @@ class Arrivals:
         """Requests of this second, on average."""
         users, minute = self._users, second // MINUTE
         by_second = _factor(self._seed, f"second {second}", users.second_peak / users.minute_peak)
-        if minute % (PEAK_EVERY_SECONDS // MINUTE) == 1 and second % MINUTE == MINUTE // 2:
+        if minute % PEAK_EVERY_MINUTES == 1 and second % MINUTE == MINUTE // 2:
             by_second = users.second_peak / users.minute_peak
         spikes = (
             each.factor for each in users.spikes if each.at_seconds <= second < each.at_seconds + each.for_seconds
@@ -73,7 +70,7 @@ class Arrivals:
     def _rate_of_minute(self, minute: int) -> float:
         if self._recorded:
             return self._recorded[minute % len(self._recorded)]
-        peak, minutes = self._users.minute_peak, PEAK_EVERY_SECONDS // MINUTE
+        peak, minutes = self._users.minute_peak, PEAK_EVERY_MINUTES
         if minute % minutes == 1:
             return self.requests_per_second * peak
         # the mean of all minutes is 1, that with the largest rate included
@@ -94,7 +91,22 @@ class Arrivals:
         prompt = max(1, round(users.prompt_tokens * math.exp(draw.gauss(0, users.prompt_spread))))
         new = max(1, round(users.new_tokens * math.exp(draw.gauss(0, users.new_spread))))
         name = f"user {number}"
-        return EngineRequest(name, (Segment(name, min(prompt, 16_384)),), min(new, 4_096), at)
+        context = (Segment(name, min(prompt, users.max_prompt_tokens)),)
+        return EngineRequest(name, context, min(new, users.max_new_tokens), at)
+
+
+def mean_length(median: float, spread: float, most: float) -> float:
+    """Return the mean of lengths that are log-normal around a median, and cut off at `most`."""
+    if not spread:
+        return min(median, most)
+    cut = math.log(most / median) / spread
+    below = median * math.exp(spread**2 / 2) * _normal(cut - spread)
+    return below + most * (1.0 - _normal(cut))
+
+
+def _normal(value: float) -> float:
+    """Return the probability that a draw from the standard normal distribution is at most `value`."""
+    return 0.5 * math.erfc(-value / math.sqrt(2.0))
 
 
 def least_loaded(requests: Sequence[int], turn: int) -> int:

@@ -39,6 +39,7 @@ from rose.pipeline.simulation.scenario import (
     Tasks,
     Training,
     Users,
+    longest_requests,
 )
 from rose.pipeline.simulation.trainer import StepFigures
 from rose.pipeline.simulation.trajectory_plans import TrajectoryPlan
@@ -158,7 +159,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
             _pool(kind, count, fitted, settings, folder) for kind, count in present.items() if not _lends(kind)
         ),
         lending=None if lent is None else _lending(lent, present[lent], fitted, settings, folder),
-        users=None if lent is None else _users(run, folder),
+        users=None if lent is None else _users(run, lent.kv_tokens, folder),
         tasks=Tasks(groups=per_step, group_size=len(run.members(groups[0]))),
         training=_training(run, figures, settings, window),
         elastic=Elastic(how="none" if lent is None else "lend"),
@@ -365,14 +366,24 @@ def _lending(
     )
 
 
-def _users(run: RecordedRun, folder: Path) -> Users | None:
-    """Return users that keep servers as busy as they were; None if no server had a request."""
+def _users(run: RecordedRun, kv_tokens: int, folder: Path) -> Users | None:
+    """Return users that keep servers of `kv_tokens` as busy as they were; None if no server had a request."""
     recordings = []
     for number, rows in enumerate(run.load().values()):
         text = f"{HEADER}\n" + "".join(map(encode_row, rows))
         recordings.append(_write(folder, f"serving-{number}.csv", text))
     busy = any(row.idle_seconds < row.seconds for rows in run.load().values() for row in rows)
-    return Users(recording=tuple(recordings)) if busy else None
+    if not busy:
+        return None
+    prompt, new = longest_requests(kv_tokens)
+    median = Users(busy=0.0)
+    return Users(
+        recording=tuple(recordings),
+        prompt_tokens=min(median.prompt_tokens, prompt),
+        max_prompt_tokens=prompt,
+        new_tokens=min(median.new_tokens, new),
+        max_new_tokens=new,
+    )
 
 
 def _training(run: RecordedRun, steps: Sequence[StepFigures], settings: RunSettings, window: int) -> Training:

@@ -1,6 +1,7 @@
 """The event queue keeps its order; a histogram of latencies keeps its error; users arrive as their scenario says."""
 
 import math
+import random
 from collections import Counter
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from rose.pipeline.simulation.engine import EngineRequest
 from rose.pipeline.simulation.events import EventQueue, Stalled
 from rose.pipeline.simulation.latency_histogram import LEAST_SECONDS, WIDTH, LatencyHistogram
-from rose.pipeline.simulation.scenario import Spike, Users
-from rose.pipeline.simulation.users import MINUTE, PEAK_EVERY_SECONDS, Arrivals, least_loaded
+from rose.pipeline.simulation.scenario import PEAK_EVERY_MINUTES, Spike, Users
+from rose.pipeline.simulation.users import MINUTE, Arrivals, least_loaded, mean_length
 from tests.support.simulation_fixtures import small_cost
 
 
@@ -71,7 +72,9 @@ COST = small_cost()
 ENGINES = 200
 
 
-def arrivals(users: Users, seed: int, seconds: int = 2 * PEAK_EVERY_SECONDS) -> tuple[Arrivals, list[EngineRequest]]:
+def arrivals(
+    users: Users, seed: int, seconds: int = 2 * MINUTE * PEAK_EVERY_MINUTES
+) -> tuple[Arrivals, list[EngineRequest]]:
     events, found = EventQueue(), list[EngineRequest]()
     arrivals = Arrivals(users, COST, ENGINES, seed)
     arrivals.start(events, found.append)
@@ -86,9 +89,9 @@ def test_largest_minute_and_second_have_the_stated_ratio_to_the_mean(seed: int) 
     for each in found:
         by_second[int(each.arrived_at)] += 1
         by_minute[int(each.arrived_at) // MINUTE] += 1
-    mean = len(found) / (2 * PEAK_EVERY_SECONDS)
+    mean = len(found) / (2 * MINUTE * PEAK_EVERY_MINUTES)
     assert mean == pytest.approx(rates.requests_per_second, rel=0.1)
-    assert max(by_minute.values()) / MINUTE / mean == pytest.approx(USERS.minute_peak, rel=0.1)
+    assert max(by_minute.values()) / MINUTE / mean == pytest.approx(USERS.minute_peak, rel=0.12)
     assert max(by_second.values()) / mean == pytest.approx(USERS.second_peak, rel=0.15)
     assert [each.arrived_at for each in found] == sorted(each.arrived_at for each in found)
 
@@ -103,6 +106,13 @@ def test_spike_multiplies_the_rate_for_its_time() -> None:
     spiking = Users(busy=0.5, minute_peak=1.0, second_peak=1.0, spikes=(spike,))
     found = Counter(10 <= each.arrived_at < 30 for each in arrivals(spiking, 0, 50)[1])
     assert found[True] / found[False] == pytest.approx(2.0, rel=0.15)
+
+
+@pytest.mark.parametrize(("median", "spread", "most"), [(1000, 0.9, 16_384), (20_000, 1.5, 16_384), (300, 0.0, 200)])
+def test_mean_length_is_that_of_lengths_that_are_cut_off(median: int, spread: float, most: int) -> None:
+    draw = random.Random(5)
+    drawn = [min(most, median * math.exp(draw.gauss(0.0, spread))) for _ in range(100_000)]
+    assert mean_length(median, spread, most) == pytest.approx(math.fsum(drawn) / len(drawn), rel=0.01)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(0, 50))

@@ -130,6 +130,15 @@ def test_engines_are_as_busy_with_users_as_the_scenario_says() -> None:
     assert busy == pytest.approx(0.5, abs=0.06)
 
 
+def test_servers_are_as_busy_with_long_prompts_as_the_scenario_says() -> None:
+    """Many prompts are cut off: the rate must count with the lengths that are sent."""
+    users = {"busy": 0.3, "prompt_tokens": 12_000, "minute_peak": 1.0, "second_peak": 1.0}
+    fleet = Fleet(scenario(lending={**LENDING["lending"], "count": 4}, users=users))
+    fleet.events.run_until(lambda: fleet.events.now >= 3000.0, latest=4000.0)
+    busy = sum(serving.engine.busy_seconds for serving in fleet.serving) / 4 / fleet.events.now
+    assert busy == pytest.approx(0.3, abs=0.03)
+
+
 def test_dispatch_after_the_end_of_its_trajectory_has_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(scenario())
     works = []

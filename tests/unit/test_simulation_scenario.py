@@ -19,6 +19,15 @@ count = 2
 groups = 4
 """
 
+CPU = """
+elastic.how = "none"
+[[dedicated]]
+profile = "calculator-cpu-tp1"
+count = 2
+[tasks]
+groups = 4
+"""
+
 
 def written(folder: Path, text: str) -> Path:
     (folder / "case.toml").write_text(text)
@@ -44,6 +53,21 @@ def test_arm_replaces_its_fields_and_keeps_the_others(tmp_path: Path) -> None:
         (BASE + '[[failures]]\nwhat = "fire"\nat_seconds = 1\n', "fire"),
         ('[[dedicated]]\nprofile = "x"\ncount = 1\n[tasks]\ngroups = 1\n', "needs a `.lending.` part"),
         ("[tasks\n", "is no TOML"),
+        (BASE + "[paper]\nrose = nan\n", "paper"),
+        (BASE + '[prices]\ncurrency = ""\ndedicated = 1\nborrowed = 1\ntrainer = 1\n', "currency"),
+        (BASE + "[users]\nbusy = 0.1\nminute_peak = 5\n", "`second_peak` is less than `minute_peak`"),
+        (BASE + "[users]\nbusy = 0.1\nminute_peak = 20\nsecond_peak = 20\n", "minute_peak"),
+        (BASE + "[users]\nbusy = 0.1\nprompt_tokens = 40_000\n", "exceeds `max_prompt_tokens`"),
+        (BASE + "[users]\nbusy = 0.1\nmax_prompt_tokens = 1_000_000\n", "exceed the .* tokens of the KV memory"),
+        (BASE + '[training]\ncolocated = true\nmode = "asynchronous"\n', "contradicts an asynchronous trainer"),
+        (BASE + "[training]\ncolocated = true\nlends_gpus = 1\n", "contradicts `colocated`"),
+        (BASE + "[training]\ncolocated = true\ngpus = 3\n", "3 GPUs, and the dedicated engines have 2"),
+        (BASE + "[training]\nlends_gpus = 17\n", "17 engines need 17 GPUs, and the trainer has 16"),
+        (BASE + "[arms.a]\ndedicated = []\ntraining.lends_gpus = 1\n", "arm a: .*lends_gpus. needs"),
+        (BASE + '[arms.a]\nlending.count = 0\nelastic.how = "whole"\n', "arm a: .*no engine to move"),
+        (BASE + '[arms.a]\nlending.serving_profile = "foo"\n', "arm a: there is no profile foo"),
+        (CPU + "context_tokens = 200_000\n", "no engine has KV memory for more than 32736"),
+        (CPU.replace("count = 2", "count = 0"), "no engine ever takes a turn"),
     ],
 )
 def test_unknown_or_contradictory_field_is_refused(tmp_path: Path, text: str, sentence: str) -> None:

@@ -197,7 +197,7 @@ def test_run_whose_steps_have_different_numbers_of_whole_groups_is_simulated(
     simulated.run()
     assert len(simulated.trainer.figures.steps) == 4
     assert simulated_figures(simulated).seconds == pytest.approx(recorded.log.seconds, rel=0.2)
-    with pytest.raises(UsageError, match="a step of the run has 4 groups|no step would have all its groups"):
+    with pytest.raises(UsageError, match=r"a step of the run has 4 groups|no step would have all its groups"):
         recorded.simulate(changed(recorded.scenario, ["training.window_groups=3"]))
 
 
