@@ -1,18 +1,26 @@
 """The cost of a simulated run, by the accounting of live runs (`pipeline/accounting`).
 
 Keeps true
-- Every attempt and every held device of a simulation is a fact of the accounting. Attempts of an executor that was
-  killed are counted as unknown.
+- Every attempt and every held device of a simulation is a fact of the accounting, attempts that are under way at the
+  end included. Attempts of an executor that was killed are counted as unknown.
+- An attempt is kept if the applied answer of its turn is its own or went on from it, as in the ledger of live runs.
 - Engines that an allocator moved, and engines on the trainer's GPUs, are held as dedicated ones while they run
-  rollouts. A lender's devices cost for the seconds of its turns only.
+  rollouts. The trainer's GPUs do not cost as waiting ones meanwhile: no second of a device costs twice. A lender's
+  devices cost for the seconds of its turns only.
 """
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
 from rose.pipeline.accounting.cost import Answer, Attempt, CostReport, HeldDevices, TrainerStep, Usage, cost_of
 from rose.pipeline.accounting.prices import DeviceClass, Prices
-from rose.pipeline.simulation.fleet import Fleet
+from rose.pipeline.simulation.executors import AttemptFigures
+from rose.pipeline.simulation.fleet import TRAINER, Fleet
 from rose.pipeline.simulation.lender import LendingServer
+from rose.pipeline.simulation.trainer import StepFigures
+from rose.schemas.turns import TurnOutcome
 
 
 def simulated_cost(fleet: Fleet) -> CostReport:
@@ -24,19 +32,19 @@ def simulated_cost(fleet: Fleet) -> CostReport:
 def simulated_usage(fleet: Fleet) -> Usage:
     """Return the facts from which the cost of a simulation follows."""
     executors, figures, training = fleet.executors.values(), fleet.trainer.figures, fleet.scenario.training
-    attempts = [
-        Attempt(
-            trajectory_id=each.key.trajectory_id,
-            device_class=DeviceClass.BORROWED if isinstance(executor, LendingServer) else DeviceClass.DEDICATED,
-            device=executor.cost.card,
-            device_seconds=each.device_seconds,
-            kept=each.sampled,
-            ended_at=each.ended_at,
-        )
-        for executor in executors
-        for each in executor.attempts
-    ]
     now, ends = fleet.events.now, [step.ended_at for step in figures.steps]
+    kept = _kept(fleet)
+    attempts = []
+    for executor in executors:
+        device_class = DeviceClass.BORROWED if isinstance(executor, LendingServer) else DeviceClass.DEDICATED
+        ended = [
+            (each.key, each.device_seconds, (executor.name, each) in kept, each.ended_at) for each in executor.attempts
+        ]
+        under_way = [(key, seconds, True, now) for key, seconds in executor.open_attempts()]
+        attempts += [
+            Attempt(key.trajectory_id, device_class, executor.cost.card, seconds, is_kept, at)
+            for key, seconds, is_kept, at in (*ended, *under_way)
+        ]
     answers = {
         sample.trajectory_id: Answer(outcome, sample.success, step, ends[step] if step < len(ends) else now)
         for sample, outcome, step in figures.settled
@@ -51,9 +59,57 @@ def simulated_usage(fleet: Fleet) -> Usage:
         TrainerStep(
             ended_at=step.ended_at,
             training_seconds=step.ended_at - step.collected_at,
-            waiting_seconds=step.collected_at - step.began_at,
+            waiting_seconds=step.collected_at - step.began_at - _lent(fleet, step) / training.gpus,
             devices=0 if training.colocated else training.gpus,
         )
         for step in figures.steps
     ]
     return Usage(attempts, answers, held, steps, unknown_attempts=sum(each.lost_attempts for each in executors))
+
+
+def _lent(fleet: Fleet, step: StepFigures) -> float:
+    """Return the device seconds of a step in which GPUs of the trainer ran rollouts."""
+    return sum(
+        executor.cost.tensor_parallel * max(0.0, min(end, step.ended_at) - max(begin, step.began_at))
+        for executor in fleet.executors.values()
+        if executor.name.startswith(f"{TRAINER}-")
+        for begin, end in executor.held_times(fleet.events.now)
+    )
+
+
+def _kept(fleet: Fleet) -> set[tuple[str, AttemptFigures]]:
+    """Return the answered attempts whose tokens are part of a trajectory, each with the name of its executor."""
+    by_turn: defaultdict[tuple[str, int], list[tuple[str, AttemptFigures]]] = defaultdict(list)
+    for executor in fleet.executors.values():
+        for each in executor.attempts:
+            by_turn[each.key.trajectory_id, each.key.turn].append((executor.name, each))
+    applied = {(turn.trajectory, turn.turn): (turn.attempts - 1, turn.worker) for turn in fleet.rollout.turns}
+    kept = set()
+    for name, answered in by_turn.items():
+        attempt, worker = applied.get(name, (None, ""))
+        if attempt is None:
+            tip = max(answered, key=lambda each: each[1].tokens)
+        else:
+            tip = next((each for each in answered if (each[1].key.attempt, each[0]) == (attempt, worker)), answered[0])
+        while tip is not None and tip not in kept:
+            if tip[1].tokens:
+                kept.add(tip)
+            tip = _before(tip[1], answered)
+    return kept
+
+
+def _before(
+    attempt: AttemptFigures, answered: Sequence[tuple[str, AttemptFigures]]
+) -> tuple[str, AttemptFigures] | None:
+    """Return the attempt that an attempt went on from; None if the attempt began the turn anew."""
+    return next(
+        (
+            each
+            for each in answered
+            if attempt.tokens_before
+            and each[1].outcome is TurnOutcome.PREEMPTED
+            and each[1].tokens == attempt.tokens_before
+            and each[1].key.attempt < attempt.key.attempt
+        ),
+        None,
+    )

@@ -196,6 +196,13 @@ class Engine:
         running = sorted((*self._prefilling, *self._decoding.values()), key=lambda each: each.ticket)
         return [each.request.name for each in running] + [each.request.name for each in self.waiting]
 
+    def device_seconds(self) -> dict[str, float]:
+        """Return the device time of each request so far, by name; with the planned steps that were counted."""
+        found = {each.request.name: each.device_seconds for each in (*self.waiting, *self._prefilling)}
+        for name, running in self._decoding.items():
+            found[name] = running.device_seconds + self._decode_share - running.decode_share
+        return found
+
     def youngest(self) -> str:
         """Return the running request that loses least if it is aborted: the request that began last."""
         return max((*self._prefilling, *self._decoding.values()), key=lambda each: each.ticket).request.name

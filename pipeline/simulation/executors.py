@@ -64,8 +64,11 @@ class AttemptFigures(NamedTuple):
 
     key: TurnKey
     device_seconds: float
-    sampled: bool
-    """Whether it sampled a token."""
+    tokens_before: int
+    """Tokens of the turn that it went on from."""
+    tokens: int
+    """Tokens of the turn that its answer has."""
+    outcome: TurnOutcome
     ended_at: float
 
 
@@ -208,8 +211,18 @@ class Executor:
             self.engine.abort(name, self._events.now)
         self._held.clear()
 
+    def open_attempts(self) -> list[tuple[TurnKey, float]]:
+        """Return the turns in the engine, with the device time that they have so far."""
+        if not self._held:
+            return []
+        self.engine.count_steps(self._events.now)
+        seconds = self.engine.device_seconds()
+        return [(key, self.cost.tensor_parallel * seconds.get(name, 0.0)) for name, (key, _, _) in self._held.items()]
+
     def restart(self, version: int) -> None:
-        """Come back as a new incarnation that serves `version`."""
+        """Come back as a new incarnation that serves `version`; nothing happens if it is there."""
+        if not self.gone:
+            return
         self.incarnation += 1
         self.version = version
         self._start = ExecutorIncarnation(self.name, self.worker_class, self.incarnation)
@@ -311,7 +324,10 @@ class Executor:
         if self._around.recorder is not None:
             self._around.recorder.add(HeldTurn(self.name, key, received_at, result, version, outcome))
         device_seconds = self.cost.tensor_parallel * result.device_seconds
-        self.attempts.append(AttemptFigures(key, device_seconds, bool(many), result.finished_at))
+        before = 0 if dispatch.partial is None else count(dispatch.partial.tokens)
+        self.attempts.append(
+            AttemptFigures(key, device_seconds, before, before + many, outcome, result.finished_at),
+        )
         done = TurnFinished(turn, device_seconds=device_seconds)
         self._send(finished_result(self._start, dispatch, done, outcome, reason, received_at=received_at))
 

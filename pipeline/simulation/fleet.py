@@ -46,6 +46,9 @@ from rose.workers.lender.admission import Promise
 
 JOB = "simulated:run"
 
+TRAINER = "trainer"
+"""Begin of the names of engines on the trainer's GPUs."""
+
 SUMMARY_SECONDS = 1.0
 """Time between two summaries of a cell, and between two decisions of the control app."""
 
@@ -87,6 +90,8 @@ class Fleet:
         """Serving engines that an allocator has moved, or is moving, to the rollouts."""
         self._draw = random.Random(f"{scenario.seed}/fleet")
         self._dispatches = 0
+        self._toggled = 0
+        """How often the trainer began or ended to wait."""
         self._around = Surroundings(
             events=self.events,
             send=self._from_executor,
@@ -331,22 +336,28 @@ class Fleet:
     def _lend_trainer(self, cost: CostModel) -> None:
         """Run engines on the trainer's GPUs while the trainer waits."""
         training, pool = self.scenario.training, self.scenario.dedicated[0]
-        borrowed = [self._add_dedicated(f"trainer-{number}", cost, pool) for number in range(training.lends_gpus)]
+        names = [f"{TRAINER}-{number}" for number in range(training.lends_gpus)]
+        borrowed = [self._add_dedicated(name, cost, pool) for name in names]
         for executor in borrowed:
             self._start(executor)
         self.trainer.on_waiting = partial(self._toggle_trainer, borrowed)
 
     def _toggle_trainer(self, borrowed: list[Executor], waits: bool) -> None:
         """Let the engines on the trainer's GPUs come or go."""
+        self._toggled += 1
+        if waits:
+            seconds = self.scenario.training.toggle_seconds
+            self.events.after(seconds, partial(self._return_to_rollouts, borrowed, self._toggled))
+            return
         for executor in borrowed:
-            if waits:
-                self.events.after(self.scenario.training.toggle_seconds, partial(self._return_to_rollouts, executor))
-            elif not executor.gone:
+            if not executor.gone:
                 executor.leave("the trainer needs its GPUs")
 
-    def _return_to_rollouts(self, executor: Executor) -> None:
-        if not self.trainer.training:
-            executor.restart(self.trainer.version)
+    def _return_to_rollouts(self, borrowed: list[Executor], toggled: int) -> None:
+        """Let engines come that were told to by this toggle, unless a later toggle has told them to go."""
+        if toggled == self._toggled:
+            for executor in borrowed:
+                executor.restart(self.trainer.version)
 
     def _fail(self, failure: Failure) -> None:
         """Let something fail, and come back later."""

@@ -229,7 +229,9 @@ class LendingServer(Executor):
         self._share_memory()
 
     def restart(self, version: int) -> None:
-        """Come back with a parked guest, as a new incarnation."""
+        """Come back with a parked guest, as a new incarnation; nothing happens if it is there."""
+        if not self.gone:
+            return
         self._park_guest()
         super().restart(self.version)
 

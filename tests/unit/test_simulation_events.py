@@ -72,9 +72,10 @@ COST = small_cost()
 ENGINES = 200
 
 
-def arrivals(
-    users: Users, seed: int, seconds: int = 2 * MINUTE * PEAK_EVERY_MINUTES
-) -> tuple[Arrivals, list[EngineRequest]]:
+PERIOD = MINUTE * PEAK_EVERY_MINUTES
+
+
+def arrivals(users: Users, seed: int, seconds: int = 2 * PERIOD) -> tuple[Arrivals, list[EngineRequest]]:
     events, found = EventQueue(), list[EngineRequest]()
     arrivals = Arrivals(users, COST, ENGINES, seed)
     arrivals.start(events, found.append)
@@ -89,7 +90,7 @@ def test_largest_minute_and_second_have_the_stated_ratio_to_the_mean(seed: int) 
     for each in found:
         by_second[int(each.arrived_at)] += 1
         by_minute[int(each.arrived_at) // MINUTE] += 1
-    mean = len(found) / (2 * MINUTE * PEAK_EVERY_MINUTES)
+    mean = len(found) / (2 * PERIOD)
     assert mean == pytest.approx(rates.requests_per_second, rel=0.1)
     assert max(by_minute.values()) / MINUTE / mean == pytest.approx(USERS.minute_peak, rel=0.12)
     assert max(by_second.values()) / mean == pytest.approx(USERS.second_peak, rel=0.15)

@@ -121,6 +121,16 @@ def test_moved_engines_are_held_only_while_they_run_rollouts() -> None:
     assert all(each.held_times(fleet.events.now) for each in moved if each.attempts)
 
 
+def test_engine_on_the_trainers_gpus_comes_back_once_after_each_time_that_the_trainer_waits() -> None:
+    """The trainer waits and trains again before an engine is ready: what was begun for the wait before is void."""
+    training = {"mode": "asynchronous", "max_staleness": 2, "steps": 12, "lends_gpus": 2, "fixed_seconds": 2.0}
+    tasks = {"groups": 1, "group_size": 4, "turns": 2}
+    fleet = run(training={**training, "parameters": 1.0}, tasks=tasks)
+    for number in range(2):
+        executor = fleet.executors[f"trainer-{number}"]
+        assert executor.incarnation == len(executor.held_times(fleet.events.now)) > 1
+
+
 def test_engines_are_as_busy_with_users_as_the_scenario_says() -> None:
     """Requests go to idle engines, so several engines are busier than one at the same load of each."""
     lending = {**LENDING["lending"], "count": 12}
