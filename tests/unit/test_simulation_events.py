@@ -79,7 +79,7 @@ def arrivals(users: Users, seed: int, seconds: int = 2 * PEAK_EVERY_SECONDS) -> 
     return arrivals, found
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 4])
 def test_largest_minute_and_second_have_the_stated_ratio_to_the_mean(seed: int) -> None:
     rates, found = arrivals(USERS, seed)
     by_second, by_minute = Counter[int](), Counter[int]()
@@ -87,8 +87,8 @@ def test_largest_minute_and_second_have_the_stated_ratio_to_the_mean(seed: int) 
         by_second[int(each.arrived_at)] += 1
         by_minute[int(each.arrived_at) // MINUTE] += 1
     mean = len(found) / (2 * PEAK_EVERY_SECONDS)
-    assert mean == pytest.approx(rates.requests_per_second, rel=0.1)
-    assert max(by_minute.values()) / MINUTE / mean == pytest.approx(USERS.minute_peak, rel=0.1)
+    assert mean == pytest.approx(rates.requests_per_second, rel=0.02)
+    assert max(by_minute.values()) / MINUTE / mean == pytest.approx(USERS.minute_peak, rel=0.03)
     assert max(by_second.values()) / mean == pytest.approx(USERS.second_peak, rel=0.15)
     assert [each.arrived_at for each in found] == sorted(each.arrived_at for each in found)
 
