@@ -52,6 +52,11 @@ class ComputedTurn(NamedTuple):
     whole: bool
     """Whether the attempt sampled all tokens of its turn."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Context tokens that were in the prefix cache."""
+        return self.context_tokens - self.prefill_tokens
+
 
 class FittedEngine(NamedTuple):
     """The figures of a fit, and the relative errors of the seconds that it predicts for the fitted intervals."""
@@ -60,6 +65,8 @@ class FittedEngine(NamedTuple):
     sequence_seconds: float
     context_token_seconds: float
     prefill_token_seconds: float
+    block_tokens: int
+    """Tokens of a block of the prefix cache: all hits are multiples of it."""
     rows: int
     median_error: float
     p90_error: float
@@ -78,7 +85,7 @@ class FittedEngine(NamedTuple):
             shape=Shape(
                 source=source, layers=1, kv_bytes_per_token=max(1, kv_bytes_per_token), weight_bytes=WEIGHT_BYTES
             ),
-            memory=Memory(source=source, kv_cache_tokens=max(1, kv_tokens), block_tokens=16),
+            memory=Memory(source=source, kv_cache_tokens=max(1, kv_tokens), block_tokens=self.block_tokens),
             host=Host(source=source, step_seconds=self.step_seconds, sequence_seconds=self.sequence_seconds),
             linear=nothing,
             output=nothing,
@@ -116,8 +123,10 @@ def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int) -> FittedEngi
         step_tokens: Prompt tokens of one step at most.
     """
     by_worker: defaultdict[str, list[ComputedTurn]] = defaultdict(list)
+    block_tokens = 0
     for turn in turns:
         by_worker[turn.worker].append(turn)
+        block_tokens = math.gcd(block_tokens, turn.cached_tokens)
     intervals = [each for found in by_worker.values() for each in _intervals(found, step_tokens)]
     if len(intervals) < LEAST_ROWS:
         return None
@@ -134,7 +143,16 @@ def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int) -> FittedEngi
     figures = nonnegative_least_squares(rows, [1.0] * len(rows))
     errors = sorted(abs(sum(a * b for a, b in zip(row, figures, strict=True)) - 1.0) for row in rows)
     step, sequence, context, prefill = figures
-    return FittedEngine(step, sequence, context, prefill, len(rows), _at(errors, 0.5), _at(errors, 0.9))
+    return FittedEngine(
+        step_seconds=step,
+        sequence_seconds=sequence,
+        context_token_seconds=context,
+        prefill_token_seconds=prefill,
+        block_tokens=block_tokens or 1,
+        rows=len(rows),
+        median_error=_at(errors, 0.5),
+        p90_error=_at(errors, 0.9),
+    )
 
 
 def _at(errors: Sequence[float], share: float) -> float:
