@@ -5,6 +5,7 @@ Keeps true
   each prompt token. No fitted figure is negative.
 - Between two tokens of a turn lies one step. So a turn shows the mean step of its decode time, and its prefill the
   steps that computed its prompt, with all that the engine computed meanwhile.
+- All fitted intervals together take as long as they took.
 - Attempts that went on from an earlier attempt are neighbours of other turns, and are not fitted themselves.
 
 Memory, weights, and links of the profile are not fitted: the caller knows them, or the simulation does not need them.
@@ -115,12 +116,13 @@ class _Interval(NamedTuple):
     """Mean number of requests whose prompt was computed."""
 
 
-def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int) -> FittedEngine | None:
+def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int, stalled_share: float = 0.0) -> FittedEngine | None:
     """Fit the engines that computed the turns; return None if there are too few turns.
 
     Args:
         turns: All turns of engines of one kind.
         step_tokens: Prompt tokens of one step at most.
+        stalled_share: Share of the time in which the engines stood still, which is not time of a step.
     """
     by_worker: defaultdict[str, list[ComputedTurn]] = defaultdict(list)
     block_tokens = 0
@@ -141,8 +143,13 @@ def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int) -> FittedEngi
     ]
     rows = [[part / each.seconds for part in row] for row, each in zip(parts, intervals, strict=True)]
     figures = nonnegative_least_squares(rows, [1.0] * len(rows))
-    errors = sorted(abs(sum(a * b for a, b in zip(row, figures, strict=True)) - 1.0) for row in rows)
-    step, sequence, context, prefill = figures
+    predicted = [_sum_of_products(row, figures) for row in parts]
+    # A relative error of a stalled step is at most 1, so the fit favours short steps. The sum says how long all took.
+    scale = sum(each.seconds for each in intervals) / sum(predicted) if sum(predicted) else 0.0
+    step, sequence, context, prefill = (scale * (1.0 - stalled_share) * each for each in figures)
+    errors = sorted(
+        abs(scale * each / interval.seconds - 1.0) for each, interval in zip(predicted, intervals, strict=True)
+    )
     return FittedEngine(
         step_seconds=step,
         sequence_seconds=sequence,
@@ -153,6 +160,10 @@ def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int) -> FittedEngi
         median_error=_at(errors, 0.5),
         p90_error=_at(errors, 0.9),
     )
+
+
+def _sum_of_products(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _at(errors: Sequence[float], share: float) -> float:

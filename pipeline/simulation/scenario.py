@@ -208,11 +208,16 @@ class Control(Part, frozen=True, kw_only=True):
     """Time without use after which a lender is parked."""
 
 
+ROSE = "rose"
+"""The policy of the production router."""
+
+
 class Routing(Part, frozen=True, kw_only=True):
     """How turns are placed."""
 
     policy: Literal["rose", "round_robin", "session", "least_load"] = "rose"
-    """`rose`: the production router. The others are what it is compared with."""
+    """`rose`: the production router. The others are what it is compared with: with them there is no control app, and
+    servers that lend do so whenever their users allow."""
     max_lag_versions: Count | None = None
     """Versions that an executor of the production router may lag behind; None: as many as the trainer is asynchronous.
     The other policies set no limit."""
