@@ -223,7 +223,7 @@ def cost_of(usage: Usage, prices: Prices) -> CostReport:
             busy[attempt.device].append(attempt)
         else:
             steps.add(attempt.device_class, attempt.device, attempt.ended_at, attempt.device_seconds)
-    for device in busy.keys() | {each.device for each in usage.held}:
+    for device in sorted(busy.keys() | {each.device for each in usage.held}):
         own = [each for each in usage.held if each.device == device]
         seconds[_Key(DeviceClass.DEDICATED, device, Fate.IDLE)] += steps.add_dedicated(device, own, busy[device])
     for done in usage.trainer or ():

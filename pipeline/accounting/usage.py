@@ -111,7 +111,7 @@ class UsageLedger:
         attempts: list[Attempt] = []
         classes = dict(self._worker_class)
         unknown = 0
-        for name in self._results.keys() | self._applied.keys():
+        for name in sorted(self._results.keys() | self._applied.keys()):  # sums of one log have one last digit
             results, applied = self._results.get(name, []), self._applied.get(name)
             own, missing = _own_seconds(results, applied, ended=name[0] in self._solved)
             unknown += missing

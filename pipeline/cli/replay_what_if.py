@@ -101,9 +101,9 @@ def describe(replica: Replica) -> list[str]:
         lines.append(f"left out: {replica.left_out_groups} groups that failed or are not whole on the log")
     if replica.left_out_executors > 0:
         lines.append(f"left out: {replica.left_out_executors} executors that were there for less than half of the time")
-    for device, engine in replica.engines.items():
+    for engines, engine in replica.engines.items():
         lines.append(
-            f"engines on {device}, fitted to {engine.rows:,} prefills and decodes: error {engine.median_error:.1%} "
+            f"engines, {engines}, fitted to {engine.rows:,} prefills and decodes: error {engine.median_error:.1%} "
             f"(median), {engine.p90_error:.1%} (p90)"
         )
     return lines

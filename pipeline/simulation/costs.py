@@ -77,20 +77,20 @@ def _lent(fleet: Fleet, step: StepFigures) -> float:
     )
 
 
-def _kept(fleet: Fleet) -> set[tuple[str, AttemptFigures]]:
-    """Return the answered attempts whose tokens are part of a trajectory, each with the name of its executor."""
-    by_turn: defaultdict[tuple[str, int], list[tuple[str, AttemptFigures]]] = defaultdict(list)
+_Answered = tuple[str, AttemptFigures]
+"""An answered attempt with the name of its executor."""
+
+
+def _kept(fleet: Fleet) -> set[_Answered]:
+    """Return the answered attempts whose tokens are part of a trajectory."""
+    by_turn: defaultdict[tuple[str, int], list[_Answered]] = defaultdict(list)
     for executor in fleet.executors.values():
         for each in executor.attempts:
             by_turn[each.key.trajectory_id, each.key.turn].append((executor.name, each))
     applied = {(turn.trajectory, turn.turn): (turn.attempts - 1, turn.worker) for turn in fleet.rollout.turns}
-    kept = set()
+    kept: set[_Answered] = set()
     for name, answered in by_turn.items():
-        attempt, worker = applied.get(name, (None, ""))
-        if attempt is None:
-            tip = max(answered, key=lambda each: each[1].tokens)
-        else:
-            tip = next((each for each in answered if (each[1].key.attempt, each[0]) == (attempt, worker)), answered[0])
+        tip = _tip(answered, applied.get(name))
         while tip is not None and tip not in kept:
             if tip[1].tokens:
                 kept.add(tip)
@@ -98,18 +98,17 @@ def _kept(fleet: Fleet) -> set[tuple[str, AttemptFigures]]:
     return kept
 
 
-def _before(
-    attempt: AttemptFigures, answered: Sequence[tuple[str, AttemptFigures]]
-) -> tuple[str, AttemptFigures] | None:
+def _tip(answered: Sequence[_Answered], applied: tuple[int, str] | None) -> _Answered | None:
+    """Return the attempt whose answer counts: the applied one (attempt, executor), or else the longest so far."""
+    if applied is None:
+        return max(answered, key=lambda each: each[1].tokens)
+    return next((each for each in answered if (each[1].key.attempt, each[0]) == applied), None)
+
+
+def _before(attempt: AttemptFigures, answered: Sequence[_Answered]) -> _Answered | None:
     """Return the attempt that an attempt went on from; None if the attempt began the turn anew."""
-    return next(
-        (
-            each
-            for each in answered
-            if attempt.tokens_before
-            and each[1].outcome is TurnOutcome.PREEMPTED
-            and each[1].tokens == attempt.tokens_before
-            and each[1].key.attempt < attempt.key.attempt
-        ),
-        None,
-    )
+    if not attempt.tokens_before:
+        return None
+    earlier = (each for each in answered if each[1].key.attempt < attempt.key.attempt)
+    preempted = (each for each in earlier if each[1].outcome is TurnOutcome.PREEMPTED)
+    return next((each for each in preempted if each[1].tokens == attempt.tokens_before), None)

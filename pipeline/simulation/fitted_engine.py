@@ -5,6 +5,7 @@ Keeps true
   each prompt token. No fitted figure is negative.
 - Between two tokens of a turn lies one step. So a turn shows the mean step of its decode time, and its prefill the
   steps that computed its prompt, with all that the engine computed meanwhile.
+- All fitted intervals together take as long as they took.
 - Attempts that went on from an earlier attempt are neighbours of other turns, and are not fitted themselves.
 
 Memory, weights, and links of the profile are not fitted: the caller knows them, or the simulation does not need them.
@@ -52,6 +53,11 @@ class ComputedTurn(NamedTuple):
     whole: bool
     """Whether the attempt sampled all tokens of its turn."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Context tokens that were in the prefix cache."""
+        return self.context_tokens - self.prefill_tokens
+
 
 class FittedEngine(NamedTuple):
     """The figures of a fit, and the relative errors of the seconds that it predicts for the fitted intervals."""
@@ -60,6 +66,8 @@ class FittedEngine(NamedTuple):
     sequence_seconds: float
     context_token_seconds: float
     prefill_token_seconds: float
+    block_tokens: int
+    """Tokens of a block of the prefix cache: all hits are multiples of it."""
     rows: int
     median_error: float
     p90_error: float
@@ -78,7 +86,7 @@ class FittedEngine(NamedTuple):
             shape=Shape(
                 source=source, layers=1, kv_bytes_per_token=max(1, kv_bytes_per_token), weight_bytes=WEIGHT_BYTES
             ),
-            memory=Memory(source=source, kv_cache_tokens=max(1, kv_tokens), block_tokens=16),
+            memory=Memory(source=source, kv_cache_tokens=max(1, kv_tokens), block_tokens=self.block_tokens),
             host=Host(source=source, step_seconds=self.step_seconds, sequence_seconds=self.sequence_seconds),
             linear=nothing,
             output=nothing,
@@ -108,16 +116,19 @@ class _Interval(NamedTuple):
     """Mean number of requests whose prompt was computed."""
 
 
-def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int) -> FittedEngine | None:
+def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int, stalled_share: float = 0.0) -> FittedEngine | None:
     """Fit the engines that computed the turns; return None if there are too few turns.
 
     Args:
         turns: All turns of engines of one kind.
         step_tokens: Prompt tokens of one step at most.
+        stalled_share: Share of the time in which the engines stood still, which is not time of a step.
     """
     by_worker: defaultdict[str, list[ComputedTurn]] = defaultdict(list)
+    block_tokens = 0
     for turn in turns:
         by_worker[turn.worker].append(turn)
+        block_tokens = math.gcd(block_tokens, turn.cached_tokens)
     intervals = [each for found in by_worker.values() for each in _intervals(found, step_tokens)]
     if len(intervals) < LEAST_ROWS:
         return None
@@ -132,9 +143,27 @@ def fit_engine(turns: Iterable[ComputedTurn], *, step_tokens: int) -> FittedEngi
     ]
     rows = [[part / each.seconds for part in row] for row, each in zip(parts, intervals, strict=True)]
     figures = nonnegative_least_squares(rows, [1.0] * len(rows))
-    errors = sorted(abs(sum(a * b for a, b in zip(row, figures, strict=True)) - 1.0) for row in rows)
-    step, sequence, context, prefill = figures
-    return FittedEngine(step, sequence, context, prefill, len(rows), _at(errors, 0.5), _at(errors, 0.9))
+    predicted = [_sum_of_products(row, figures) for row in parts]
+    # A relative error of a stalled step is at most 1, so the fit favours short steps. The sum says how long all took.
+    scale = sum(each.seconds for each in intervals) / sum(predicted) if sum(predicted) else 0.0
+    step, sequence, context, prefill = (scale * (1.0 - stalled_share) * each for each in figures)
+    errors = sorted(
+        abs(scale * each / interval.seconds - 1.0) for each, interval in zip(predicted, intervals, strict=True)
+    )
+    return FittedEngine(
+        step_seconds=step,
+        sequence_seconds=sequence,
+        context_token_seconds=context,
+        prefill_token_seconds=prefill,
+        block_tokens=block_tokens or 1,
+        rows=len(rows),
+        median_error=_at(errors, 0.5),
+        p90_error=_at(errors, 0.9),
+    )
+
+
+def _sum_of_products(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _at(errors: Sequence[float], share: float) -> float:

@@ -33,7 +33,7 @@ from rose.pipeline.simulation.lender import LendingServer, ServingEngine
 from rose.pipeline.simulation.policies import PolicyRouter
 from rose.pipeline.simulation.recorder import Recorder
 from rose.pipeline.simulation.rollout import Rollout
-from rose.pipeline.simulation.scenario import Elastic, Failure, Lending, Pool, Scenario
+from rose.pipeline.simulation.scenario import ROSE, Elastic, Failure, Lending, Pool, Scenario
 from rose.pipeline.simulation.trainer import Trainer
 from rose.pipeline.simulation.trajectory_plans import TrajectoryPlan, drawn_plans
 from rose.pipeline.simulation.users import Arrivals, least_loaded
@@ -130,10 +130,15 @@ class Fleet:
         """Dispatches that exceeded an executor's offers."""
         return sum(executor.overfilled for executor in self.executors.values())
 
+    @property
+    def _has_control(self) -> bool:
+        """Whether a control app grants. It reads summaries, which only the production router writes."""
+        return self.scenario.routing.policy == ROSE
+
     def _router(self) -> Router | PolicyRouter:
         scenario = self.scenario
         routing, training = scenario.routing, scenario.training
-        if routing.policy != "rose":
+        if routing.policy != ROSE:
             return PolicyRouter(routing.policy)
         behind = 0 if training.mode == "synchronous" else training.max_staleness
         lag = behind if routing.max_lag_versions is None else routing.max_lag_versions
@@ -158,7 +163,7 @@ class Fleet:
             if scenario.users is not None and lending.count:
                 cost = profile(lending.serving_profile)
                 Arrivals(scenario.users, cost, lending.count, scenario.seed).start(self.events, self._on_user)
-            if scenario.elastic.how == "lend":
+            if scenario.elastic.how == "lend" and self._has_control:
                 self._start_control()
             elif scenario.elastic.how == "whole":
                 self._start_allocator(lending, profile(lending.guest_profile))
@@ -213,6 +218,7 @@ class Fleet:
             promise=promise,
             job=JOB,
             newest_version=lambda: (self.trainer.version, self._transfer_seconds(guest_cost)),
+            needs_grant=self._has_control,
         )
         self.serving.append(serving)
         self.lenders.append(lender)

@@ -92,9 +92,13 @@ class LendingServer(Executor):
         promise: Promise,
         job: str,
         newest_version: Callable[[], tuple[int, float]],
+        needs_grant: bool,
     ) -> None:
-        """`newest_version`: the newest version, and the seconds in which a woken guest takes it."""
-        self._lease = Lease(job, grant_required=True)
+        """`newest_version`: the newest version, and the seconds in which a woken guest takes it.
+
+        `needs_grant`: whether the server lends only with a grant of the control app.
+        """
+        self._lease = Lease(job, grant_required=needs_grant)
         super().__init__(name, slot, cost, around, max_turns=max_turns, step_tokens=step_tokens)
         self.serving = serving
         self.admission = Admission(promise, serving_step_tokens=serving.engine.step_tokens)

@@ -192,6 +192,12 @@ class RecordedRun:
                 found[kind] += 1
         return found
 
+    def serving_share(self) -> float:
+        """Return the share of the recorded time in which a lending server had requests of its own."""
+        rows = [row for rows in self.load().values() for row in rows]
+        seconds = sum(row.seconds for row in rows)
+        return 1.0 - sum(row.idle_seconds for row in rows) / seconds if seconds else 0.0
+
     def load(self) -> dict[str, list[Row]]:
         """Return the load of each lending server, as `rose lend --observe --record` writes it."""
         return {name: worker.rows for name, worker in self._workers.items() if worker.rows}

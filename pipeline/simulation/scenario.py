@@ -79,9 +79,6 @@ class Spike(Part, frozen=True, kw_only=True):
 
 MINUTE_PEAK = 1.7
 
-PEAK_EVERY_MINUTES = 10
-"""A minute with the largest rate comes once in so many minutes, and in it a second with the largest rate."""
-
 
 class Users(Part, frozen=True, kw_only=True):
     """The users of the serving engines: arrivals by a Poisson process whose rate changes by minute and by second.
@@ -236,11 +233,16 @@ class Control(Part, frozen=True, kw_only=True):
     """Time without use after which a lender is parked."""
 
 
+ROSE = "rose"
+"""The policy of the production router."""
+
+
 class Routing(Part, frozen=True, kw_only=True):
     """How turns are placed."""
 
     policy: Literal["rose", "round_robin", "session", "least_load"] = "rose"
-    """`rose`: the production router. The others are what it is compared with."""
+    """`rose`: the production router. The others are what it is compared with: with them there is no control app, and
+    servers that lend do so whenever their users allow."""
     max_lag_versions: Count | None = None
     """Versions that an executor of the production router may lag behind; None: as many as the trainer is asynchronous.
     The other policies set no limit."""

@@ -1,10 +1,10 @@
 """Simulated users of the serving engines.
 
 Keeps true
-- Arrivals are a Poisson process. Its rate changes by minute and by second, and the largest minute and the largest
-  second of a run have the stated ratio to the mean. With a recording, the rate of each minute is that at which an
-  engine would be busy as recorded; after its last minute the recording begins again. Arrivals and lengths depend on
-  the seed and the recording alone: every arm has the same users.
+- Arrivals are a Poisson process, whose rate changes by minute and by second. Each ten minutes have the mean rate, and
+  their largest minute and largest second have the stated ratio to the mean. With a recording, the rate of each minute
+  is that at which an engine would be busy as recorded; after its last minute the recording begins again.
+- Arrivals and lengths depend on the seed and the recording alone: every arm has the same users.
 - A request goes to the engine with the fewest requests of users, and among equal ones to the next in turn.
 """
 
@@ -18,9 +18,18 @@ from rose.pipeline.simulation.engine import EngineRequest
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.prefix_cache import Segment
 from rose.pipeline.simulation.recorded_load import offered_load, recorded_minutes
-from rose.pipeline.simulation.scenario import PEAK_EVERY_MINUTES, Users
+from rose.pipeline.simulation.scenario import Users
 
-MINUTE, LEAST_RATE = 60, 0.05
+PEAK_EVERY_SECONDS = 600
+"""A minute with the largest rate comes once in so many seconds, and in it a second with the largest rate."""
+
+MINUTE, MINUTES = 60, PEAK_EVERY_SECONDS // 60
+
+PEAK_MINUTE = 1
+"""Place of the minute with the largest rate among `MINUTES` minutes."""
+
+LEAST_RATE = 0.05
+"""Least sum of the other minutes' factors, where the largest minute has all of the mean."""
 
 
 class Arrivals:
@@ -31,6 +40,9 @@ class Arrivals:
         self._users = users
         self._draw = random.Random(f"{seed}/users")
         self._seed = seed
+        self._minute = -1
+        self._seconds: Sequence[float] = ()
+        """Factors of the seconds of `_minute`."""
         mean_prompt = mean_length(users.prompt_tokens, users.prompt_spread, users.max_prompt_tokens)
         mean_new = mean_length(users.new_tokens, users.new_spread, users.max_new_tokens)
         alone = _seconds_alone(cost, round(mean_prompt), round(mean_new))
@@ -58,24 +70,28 @@ class Arrivals:
 
     def _rate(self, second: int) -> float:
         """Requests of this second, on average."""
-        users, minute = self._users, second // MINUTE
-        by_second = _factor(self._seed, f"second {second}", users.second_peak / users.minute_peak)
-        if minute % PEAK_EVERY_MINUTES == 1 and second % MINUTE == MINUTE // 2:
-            by_second = users.second_peak / users.minute_peak
+        minute, place = divmod(second, MINUTE)
         spikes = (
-            each.factor for each in users.spikes if each.at_seconds <= second < each.at_seconds + each.for_seconds
+            each.factor for each in self._users.spikes if each.at_seconds <= second < each.at_seconds + each.for_seconds
         )
-        return self._rate_of_minute(minute) * by_second * math.prod(spikes)
+        return self._rate_of_minute(minute) * self._second_factors(minute)[place] * math.prod(spikes)
 
     def _rate_of_minute(self, minute: int) -> float:
         if self._recorded:
             return self._recorded[minute % len(self._recorded)]
-        peak, minutes = self._users.minute_peak, PEAK_EVERY_MINUTES
-        if minute % minutes == 1:
-            return self.requests_per_second * peak
-        # the mean of all minutes is 1, that with the largest rate included
-        others = max(LEAST_RATE, (minutes - peak) / (minutes - 1))
-        return self.requests_per_second * others * _factor(self._seed, f"minute {minute}", peak)
+        period, place = divmod(minute, MINUTES)
+        names = [f"minute {MINUTES * period + each}" for each in range(MINUTES)]
+        return self.requests_per_second * _factors(self._seed, names, self._users.minute_peak, PEAK_MINUTE)[place]
+
+    def _second_factors(self, minute: int) -> Sequence[float]:
+        """Return the rate of each second of a minute relative to that of the minute."""
+        if minute != self._minute:
+            users = self._users
+            names = [f"second {MINUTE * minute + each}" for each in range(MINUTE)]
+            peak = MINUTE // 2 if minute % MINUTES == PEAK_MINUTE else None
+            self._minute = minute
+            self._seconds = _factors(self._seed, names, users.second_peak / users.minute_peak, peak)
+        return self._seconds
 
     def _poisson(self, mean: float) -> int:
         if mean > 500:
@@ -115,12 +131,18 @@ def least_loaded(requests: Sequence[int], turn: int) -> int:
     return min(range(count), key=lambda each: (requests[each], (each - turn) % count))
 
 
-def _factor(seed: int, name: str, peak: float) -> float:
-    """Draw a factor with mean 1 that never exceeds `peak`."""
+def _factors(seed: int, names: Sequence[str], peak: float, at: int | None) -> list[float]:
+    """Draw a factor for each name. The factor at the place `at` is `peak`, and none exceeds `peak`.
+
+    Their mean is 1, but for what the limit cuts off of the others.
+    """
     if peak <= 1.0:
-        return 1.0
+        return [1.0] * len(names)
     spread = math.log(peak) / 3
-    return min(peak, max(LEAST_RATE, math.exp(random.Random(f"{seed}/{name}").gauss(-spread * spread / 2, spread))))
+    drawn = [math.exp(random.Random(f"{seed}/{name}").gauss(-spread * spread / 2, spread)) for name in names]
+    left = float(len(names)) if at is None else max(LEAST_RATE, len(names) - peak)
+    others = sum(each for place, each in enumerate(drawn) if place != at)
+    return [peak if place == at else min(peak, left / others * each) for place, each in enumerate(drawn)]
 
 
 def _seconds_alone(cost: CostModel, prompt: int, new: int) -> float:

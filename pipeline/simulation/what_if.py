@@ -104,7 +104,7 @@ class Replica:
     """Groups of each training step."""
     log: RunFigures
     engines: dict[str, FittedEngine]
-    """What was fitted, by the name of the device."""
+    """What was fitted, by class and device."""
     left_out_groups: int
     """Groups that failed, or are not whole on the log."""
     left_out_executors: int
@@ -185,7 +185,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
             cost_of(_usage_of(usage, names, begin, end, counted), settings.prices),
             scenario.open_steps,
         ),
-        engines={kind.device: each for kind, each in fitted.items()},
+        engines={f"{kind.worker_class.value} {kind.device}": each for kind, each in fitted.items()},
         left_out_groups=left_out,
         left_out_executors=len({turn.worker for turn in turns}) - simulated,
     )
@@ -306,9 +306,10 @@ def _lends(kind: EngineKind) -> bool:
 
 
 def _fit(run: RecordedRun, present: Iterable[EngineKind], step_tokens: int) -> dict[EngineKind, FittedEngine]:
-    """Fit the engines of each kind; a lender's guest is taken to be as fast as a dedicated engine on the same device.
+    """Fit the engines of each kind. A guest stands still while its server has requests.
 
-    Raises RoseError if a kind of engine has computed too few turns.
+    Lenders that computed too few turns are taken to be as fast as dedicated engines on the same device.
+    Raises RoseError if nothing says how fast a kind of engine is.
     """
     turns: defaultdict[EngineKind, list[ComputedTurn]] = defaultdict(list)
     for kind, turn in run.computed_turns():
@@ -316,14 +317,15 @@ def _fit(run: RecordedRun, present: Iterable[EngineKind], step_tokens: int) -> d
             turns[kind].append(turn)
     found: dict[EngineKind, FittedEngine] = {}
     for kind in sorted(present, key=_lends):
+        stalled = run.serving_share() if _lends(kind) else 0.0
+        engine = fit_engine(turns[kind], step_tokens=step_tokens, stalled_share=stalled)
         alike = [each for each in found if (each.device, each.devices) == (kind.device, kind.devices)]
-        engine = found[alike[0]] if alike else fit_engine(turns[kind], step_tokens=step_tokens)
-        if engine is None:
+        if engine is None and not alike:
             raise RoseError(
                 f"the engines on {kind.device} computed {len(turns[kind])} turns in this time: too few to learn how "
                 "fast they are; give a longer stretch of time"
             )
-        found[kind] = engine
+        found[kind] = found[alike[0]] if engine is None else engine
     return found
 
 

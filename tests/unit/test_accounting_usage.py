@@ -172,6 +172,14 @@ def test_attempt_that_a_sample_does_not_name_is_lost() -> None:
     )
 
 
+def test_attempts_have_one_order_whatever_the_hashes_of_their_names() -> None:
+    names = [f"group-{number}:0" for number in (7, 3, 11, 2, 5, 13, 1, 17)]
+    ledger = UsageLedger()
+    for name in names:
+        ledger.add(msgspec.structs.replace(result(0, COMPLETED, {"dedicated": 3.0}, tokens=4), trajectory_id=name))
+    assert [attempt.trajectory_id for attempt in ledger.usage(None).attempts] == sorted(names)
+
+
 def test_duplicate_result_counts_once() -> None:
     applied = result(0, COMPLETED, {"dedicated": 3.0}, tokens=4)
     assert attempts_of(applied, applied, sample_of(applied)) == ([(DeviceClass.DEDICATED, 3.0, True)], 0)

@@ -284,7 +284,7 @@ def test_device_time_is_that_of_the_engines_and_of_the_trainer() -> None:
 
 def fate_seconds(fleet: Fleet) -> Counter[tuple[str, str]]:
     lines = cost_of(simulated_usage(fleet), Prices()).lines
-    return Counter({(line.device_class, line.fate): line.device_seconds for line in lines})  # type: ignore[misc]
+    return Counter({(line.device_class, line.fate): line.device_seconds for line in lines})
 
 
 def test_gpus_of_the_trainer_that_run_rollouts_cost_once() -> None:
