@@ -17,6 +17,7 @@ Example (dedicated 2 USD and borrowed 1 USD an hour)
     23 USD in all, 23 USD for each correct answer
 """
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -293,7 +294,7 @@ class _Steps:
         """
         busy = sum(attempt.device_seconds for attempt in attempts)
         whole = sum(each.devices * (each.end - each.begin) for each in held)
-        if not whole:
+        if not whole or math.isinf(busy / whole):
             for attempt in attempts:
                 self.add(DeviceClass.DEDICATED, device, attempt.ended_at, attempt.device_seconds)
             return 0.0

@@ -198,7 +198,8 @@ class Engine:
 
     def device_seconds(self) -> dict[str, float]:
         """Return the device time of each request so far, by name; with the planned steps that were counted."""
-        found = {each.request.name: each.device_seconds for each in (*self.waiting, *self._prefilling)}
+        found = {each.request.name: each.device_seconds for each in self.waiting}
+        found |= {each.request.name: each.device_seconds for each in self._prefilling}
         for name, running in self._decoding.items():
             found[name] = running.device_seconds + self._decode_share - running.decode_share
         return found

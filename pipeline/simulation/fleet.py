@@ -37,6 +37,7 @@ from rose.pipeline.simulation.scenario import ROSE, Elastic, Failure, Lending, P
 from rose.pipeline.simulation.trainer import Trainer
 from rose.pipeline.simulation.trajectory_plans import TrajectoryPlan, drawn_plans
 from rose.pipeline.simulation.users import Arrivals, least_loaded
+from rose.schemas.errors import UsageError
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.record import Record
@@ -90,6 +91,8 @@ class Fleet:
         """Serving engines that an allocator has moved, or is moving, to the rollouts."""
         self._draw = random.Random(f"{scenario.seed}/fleet")
         self._dispatches = 0
+        self._coming: list[Failure] = []
+        """Failures that have not happened."""
         self._toggled = 0
         """How often the trainer began or ended to wait."""
         self._around = Surroundings(
@@ -111,8 +114,9 @@ class Fleet:
         self._build()
 
     def run(self) -> None:
-        """Run to the last training step. Raises Stalled, or AssertionError if a trajectory or a limit was lost.
+        """Run to the last training step.
 
+        Raises Stalled, AssertionError if a trajectory or a limit was lost, or UsageError if a failure never happened.
         Python does not look for cycles of objects meanwhile: a simulation makes hardly any, and each look costs time.
         """
         looks = gc.isenabled()
@@ -124,6 +128,12 @@ class Fleet:
             if looks:
                 gc.enable()
         self.check()
+        if self._coming:
+            failure = self._coming[0]
+            raise UsageError(
+                f"the failure {failure.what} at {failure.at_seconds:g} s never happened: the run ended after "
+                f"{self.events.now:.0f} s; give a smaller `at_seconds` or more steps"
+            )
 
     @property
     def overfilled(self) -> int:
@@ -173,6 +183,7 @@ class Fleet:
             self.events.repeat(0.1, partial(self._tick, cell), first=0.05)
         for failure in scenario.failures:
             self.events.at(failure.at_seconds, partial(self._fail, failure))
+            self._coming.append(failure)
 
     def _place(self, executor: Executor) -> None:
         self.executors[executor.name] = executor
@@ -367,6 +378,7 @@ class Fleet:
 
     def _fail(self, failure: Failure) -> None:
         """Let something fail, and come back later."""
+        self._coming.remove(failure)
         back = self.events.now + failure.for_seconds
         if failure.what == "router_freezes":
             for cell in self.cells:
@@ -376,7 +388,13 @@ class Fleet:
             self._slow_links = 10.0
             self.events.at(back, self._restore_links)
             return
-        for executor in self._chosen(failure):
+        chosen = self._chosen(failure)
+        if not chosen:
+            raise UsageError(
+                f"the failure {failure.what} at {failure.at_seconds:g} s affects no engine: give a larger `share` or "
+                "another time"
+            )
+        for executor in chosen:
             self._fail_executor(failure, executor, back)
 
     def _restore_links(self) -> None:

@@ -62,6 +62,12 @@ def test_all_device_time_is_counted_once_by_fate_and_once_by_step(usage: Usage) 
     assert sum(step.trained for step in report.steps) == report.trained
 
 
+def test_device_that_was_held_for_no_time_to_speak_of_costs_the_time_of_its_attempts() -> None:
+    attempt = Attempt("g:0", DeviceClass.DEDICATED, "H800", 2.0, True, 1.0)
+    report = cost_of(Usage([attempt], {}, [HeldDevices("H800", 1, 0.0, 1e-308)], None), PRICES)
+    assert report.device_seconds == sum(step.device_seconds for step in report.steps) == 2.0
+
+
 @given(usages())
 def test_dedicated_device_costs_for_the_whole_time_that_it_is_held(usage: Usage) -> None:
     report = cost_of(usage, PRICES)

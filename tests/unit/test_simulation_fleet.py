@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from rose.pipeline.simulation.fleet import Fleet
+from rose.schemas.errors import UsageError
 from tests.support.simulation_fixtures import PROFILE, scenario
 
 LENDING: dict[str, Any] = {
@@ -68,6 +69,20 @@ def test_failure_loses_no_trajectory_and_no_sampled_token(what: str, routing: st
     assert len(found) == len(fleet.rollout.turns), "a turn was applied twice"
     common = set(found) & set(whole)
     assert len(common) > 20 and all(found[key] == whole[key] for key in common)
+
+
+@pytest.mark.parametrize(
+    ("failure", "sentence"),
+    [
+        ({"what": "router_freezes", "at_seconds": 1e6}, "never happened: the run ended after"),
+        ({"what": "executors_die", "at_seconds": 2.0, "share": 0.1}, "affects no engine"),
+        ({"what": "lenders_leave", "at_seconds": 2.0}, "affects no engine"),
+    ],
+)
+def test_failure_that_fails_nothing_is_refused(failure: dict[str, Any], sentence: str) -> None:
+    """An arm with such a failure would seem to recover."""
+    with pytest.raises(UsageError, match=sentence):
+        Fleet(scenario(failures=[failure], training={"steps": 1})).run()
 
 
 def test_every_executor_takes_turns_again_after_a_failure() -> None:
