@@ -81,6 +81,8 @@ class _Worker:
     kv_bytes: int = 0
     """Largest KV memory."""
     ready_seconds: float = 0.0
+    swap_seconds: float = 0.0
+    """Seconds of all swaps of versions."""
     version: int = -1
     serving_busy: bool = False
     busy_seconds: float = 0.0
@@ -134,6 +136,7 @@ class RecordedRun:
             if heartbeat.policy_version != worker.version:
                 worker.version = heartbeat.policy_version
                 self._swaps.append(heartbeat.swap_seconds)
+                worker.swap_seconds += heartbeat.swap_seconds
         if worker.worker_class is WorkerClass.SERVING and worker.seconds >= ROW_SECONDS:
             worker.rows.append(_row(worker, heartbeat))
             worker.seconds = worker.busy_seconds = 0.0
@@ -191,6 +194,12 @@ class RecordedRun:
             if kind is not None and worker.ready_seconds >= PRESENT_SHARE * (end - begin):
                 found[kind] += 1
         return found
+
+    def swap_share(self, kind: EngineKind) -> float:
+        """Return the share of the recorded time in which engines of a kind stood still for new versions."""
+        workers = [worker for name, worker in self._workers.items() if self.kind(name) == kind]
+        seconds = sum(worker.ready_seconds for worker in workers)
+        return min(1.0, sum(worker.swap_seconds for worker in workers) / seconds) if seconds else 0.0
 
     def serving_share(self) -> float:
         """Return the share of the recorded time in which a lending server had requests of its own."""

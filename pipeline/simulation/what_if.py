@@ -306,7 +306,7 @@ def _lends(kind: EngineKind) -> bool:
 
 
 def _fit(run: RecordedRun, present: Iterable[EngineKind], step_tokens: int) -> dict[EngineKind, FittedEngine]:
-    """Fit the engines of each kind. A guest stands still while its server has requests.
+    """Fit the engines of each kind. An engine stands still for new versions, a guest while its server has requests.
 
     Lenders that computed too few turns are taken to be as fast as dedicated engines on the same device.
     Raises RoseError if nothing says how fast a kind of engine is.
@@ -317,7 +317,7 @@ def _fit(run: RecordedRun, present: Iterable[EngineKind], step_tokens: int) -> d
             turns[kind].append(turn)
     found: dict[EngineKind, FittedEngine] = {}
     for kind in sorted(present, key=_lends):
-        stalled = run.serving_share() if _lends(kind) else 0.0
+        stalled = min(1.0, run.swap_share(kind) + (run.serving_share() if _lends(kind) else 0.0))
         engine = fit_engine(turns[kind], step_tokens=step_tokens, stalled_share=stalled)
         alike = [each for each in found if (each.device, each.devices) == (kind.device, kind.devices)]
         if engine is None and not alike:

@@ -1,5 +1,6 @@
 """What if: a recorded run is simulated from its records alone, and a change says what really making it would have."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -199,6 +200,25 @@ def test_run_whose_steps_have_different_numbers_of_whole_groups_is_simulated(
     assert simulated_figures(simulated).seconds == pytest.approx(recorded.log.seconds, rel=0.2)
     with pytest.raises(UsageError, match=r"a step of the run has 4 groups|no step would have all its groups"):
         recorded.simulate(changed(recorded.scenario, ["training.window_groups=3"]))
+
+
+def test_pauses_for_new_versions_do_not_make_the_steps_of_an_engine_longer(tmp_path: Path) -> None:
+    """The simulation has these pauses too, so that they would count twice."""
+    pause = 3.0
+    training = {**ASYNCHRONOUS["training"], "swap_seconds": pause}
+    records = list(records_of(run(training=training)))
+    published = sorted({record.recorded_at for record in records if isinstance(record, SampleOutcome)})
+    for number, record in enumerate(records):
+        if isinstance(record, SlackHeartbeat):
+            version = bisect_right(published, record.sent_at)
+            swap = pause if version else 0.0
+            records[number] = msgspec.structs.replace(record, policy_version=version, swap_seconds=swap)
+    (engine,) = replica(records, tmp_path).engines.values()
+    (without,) = replica(recorded_run(), tmp_path).engines.values()
+    decode = [
+        each.step_seconds + each.sequence_seconds + 800 * each.context_token_seconds for each in (engine, without)
+    ]
+    assert decode[0] == pytest.approx(decode[1], rel=0.02)
 
 
 def test_change_of_what_the_log_has_is_refused(tmp_path: Path) -> None:
