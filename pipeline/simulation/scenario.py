@@ -206,6 +206,8 @@ class Control(Part, frozen=True, kw_only=True):
     """Least time between two changes of one lender."""
     idle_seconds: Annotated[float, Meta(ge=0, le=YEAR_SECONDS)] = CONTROL.idle_seconds
     """Time without use after which a lender is parked."""
+    known_wake_seconds: Seconds | None = None
+    """Time in which a woken lender takes turns, as measured before; None: the control app has woken none."""
 
 
 ROSE = "rose"

@@ -28,6 +28,9 @@ MINUTE, MINUTES = 60, PEAK_EVERY_SECONDS // 60
 PEAK_MINUTE = 1
 """Place of the minute with the largest rate among `MINUTES` minutes."""
 
+MAX_PROMPT, MAX_NEW = 16_384, 4_096
+"""Longest prompt and answer, in tokens. An engine with little KV memory takes at most a half and a quarter of it."""
+
 LEAST_RATE = 0.05
 """Least sum of the other minutes' factors, where the largest minute has all of the mean."""
 
@@ -40,6 +43,7 @@ class Arrivals:
         self._users = users
         self._draw = random.Random(f"{seed}/users")
         self._seed = seed
+        self._kv_tokens = cost.kv_cache_tokens
         self._minute = -1
         self._seconds: Sequence[float] = ()
         """Factors of the seconds of `_minute`."""
@@ -107,7 +111,8 @@ class Arrivals:
         prompt = max(1, round(users.prompt_tokens * math.exp(draw.gauss(0, users.prompt_spread))))
         new = max(1, round(users.new_tokens * math.exp(draw.gauss(0, users.new_spread))))
         name = f"user {number}"
-        return EngineRequest(name, (Segment(name, min(prompt, 16_384)),), min(new, 4_096), at)
+        prompt, new = min(prompt, MAX_PROMPT, self._kv_tokens // 2), min(new, MAX_NEW, self._kv_tokens // 4)
+        return EngineRequest(name, (Segment(name, prompt),), new, at)
 
 
 def least_loaded(requests: Sequence[int], turn: int) -> int:
