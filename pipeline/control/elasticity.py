@@ -98,13 +98,13 @@ class CellView(NamedTuple):
 class ElasticityCore:
     """State and decisions of the control app. The app passes records in and writes the grants that are returned."""
 
-    def __init__(self, config: ControlConfig, job: str) -> None:
-        """`job`: the RL job that workers lend to, `namespace:run`."""
+    def __init__(self, config: ControlConfig, job: str, estimates: WorkerEstimates | None = None) -> None:
+        """`job`: the RL job that workers lend to, `namespace:run`. `estimates`: what is known of workers before."""
         self.config = config
         self.job = job
         self.cells: dict[int, CellView] = {}
         self.lenders: dict[str, Lender] = {}
-        self.estimates = WorkerEstimates()
+        self.estimates = estimates or WorkerEstimates()
         self.leases: dict[str, LeasedGrant] = {}
         """The newest leased grant on the log, by worker."""
         self.manual_grants: dict[str, CapacityGrant] = {}

@@ -171,10 +171,11 @@ class DelayEstimate:
 class WorkerEstimates:
     """Online estimates of the delays and rates of workers, and of the length of waiting turns."""
 
-    def __init__(self) -> None:
-        self.wake = DelayEstimate(RunningMean(15.0, WEIGHT))
+    def __init__(self, wake_seconds: float = 15.0, catch_up_seconds: float = 5.0) -> None:
+        """Both delays are assumed until a worker was woken."""
+        self.wake = DelayEstimate(RunningMean(wake_seconds, WEIGHT))
         """Seconds from the wake until the lender has a guest."""
-        self.catch_up = DelayEstimate(RunningMean(5.0, WEIGHT))
+        self.catch_up = DelayEstimate(RunningMean(catch_up_seconds, WEIGHT))
         """Seconds from then until the guest has the weights and may be sent turns."""
         self._rates: dict[str, tuple[bool, Rates]] = {}
         """Whether a worker serves, and its rates when it was last open; by worker."""

@@ -170,9 +170,7 @@ def _scenario(file: Path, assumed: Assumptions, number: int) -> Scenario:
         users=Users(
             recording=(str(file),),
             prompt_tokens=assumed.prompt_tokens,
-            max_prompt_tokens=prompt,
             new_tokens=assumed.new_tokens,
-            max_new_tokens=new,
         ),
         tasks=TASKS,
     )

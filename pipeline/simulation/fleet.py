@@ -20,6 +20,7 @@ import msgspec
 
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.elasticity import ElasticityCore
+from rose.pipeline.control.forecast import WorkerEstimates
 from rose.pipeline.routing.cell_summary import summarize_cell
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.router import Router
@@ -238,7 +239,10 @@ class Fleet:
             self._start(lender)
 
     def _start_control(self) -> None:
-        self.control = ElasticityCore(ControlConfig(**msgspec.structs.asdict(self.scenario.control)), JOB)
+        settings = msgspec.structs.asdict(self.scenario.control)
+        known = settings.pop("known_wake_seconds")
+        estimates = None if known is None else WorkerEstimates(known, catch_up_seconds=0.0)
+        self.control = ElasticityCore(ControlConfig(**settings), JOB, estimates)
         self.events.repeat(SUMMARY_SECONDS, self._control, first=0.5)
 
     def _start_allocator(self, lending: Lending, cost: CostModel) -> None:

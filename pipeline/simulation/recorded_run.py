@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from rose.pipeline.simulation.fitted_engine import ComputedTurn
+from rose.pipeline.simulation.lender import WAKING
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.trainer import StepFigures
 from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
@@ -84,6 +85,7 @@ class _Worker:
     swap_seconds: float = 0.0
     """Seconds of all swaps of versions."""
     version: int = -1
+    waking_since: float | None = None
     serving_busy: bool = False
     busy_seconds: float = 0.0
     seconds: float = 0.0
@@ -103,6 +105,8 @@ class RecordedRun:
         self._served_at: dict[int, float] = {}
         """When the first executor served a version."""
         self._swaps: list[float] = []
+        self._wakes: list[float] = []
+        """Seconds in which a guest was built and took the newest version."""
 
     def add(self, record: Record) -> None:
         """Add a record; kinds of records that are not used are ignored."""
@@ -127,7 +131,12 @@ class RecordedRun:
         worker.sent_at = max(now, worker.sent_at)
         serving = heartbeat.serving
         worker.serving_busy = bool(serving.running or serving.waiting)
+        if heartbeat.paused_reason == WAKING and worker.waking_since is None:
+            worker.waking_since = now
         if heartbeat.state is ExecutorState.READY:
+            if worker.waking_since is not None:
+                self._wakes.append(now - worker.waking_since)
+                worker.waking_since = None
             worker.device, worker.devices = heartbeat.hardware.device, heartbeat.devices
             worker.max_turns = max(worker.max_turns, heartbeat.max_turns)
             worker.kv_bytes = max(worker.kv_bytes, heartbeat.kv_bytes_total)
@@ -280,6 +289,10 @@ class RecordedRun:
         served = sorted(self._served_at.values())
         delays = [min(at for at in served if at >= end) - end for end in ends if served and served[-1] >= end]
         return fmean(delays) if delays else 0.0, fmean(self._swaps) if self._swaps else 0.0
+
+    def wake_seconds(self) -> float | None:
+        """Return the mean seconds from the wake of a lender until it took turns; None if none was woken."""
+        return fmean(self._wakes) if self._wakes else None
 
 
 def _row(worker: _Worker, heartbeat: SlackHeartbeat) -> Row:

@@ -100,12 +100,12 @@ class Users(Part, frozen=True, kw_only=True):
     """Median tokens of a prompt."""
     prompt_spread: Spread = 0.9
     max_prompt_tokens: Positive = 16_384
-    """Prompts are cut off at this length."""
+    """Prompts are cut off at this length, and at half of the engine's KV memory."""
     new_tokens: Positive = 129
     """Median tokens of an answer."""
     new_spread: Spread = 0.8
     max_new_tokens: Positive = 4096
-    """Answers are cut off at this length."""
+    """Answers are cut off at this length, and at a quarter of the engine's KV memory."""
     spikes: tuple[Spike, ...] = ()
 
     def __post_init__(self) -> None:
@@ -120,9 +120,8 @@ class Users(Part, frozen=True, kw_only=True):
 
 
 def longest_requests(kv_tokens: int) -> tuple[int, int]:
-    """Return `max_prompt_tokens` and `max_new_tokens` of users: the defaults, or less if the KV memory is smaller."""
-    new = min(4096, max(1, kv_tokens // 4))
-    return min(16_384, max(1, kv_tokens - new)), new
+    """Return the most tokens of a prompt and of an answer that an engine takes: a half and a quarter of its memory."""
+    return max(1, kv_tokens // 2), max(1, kv_tokens // 4)
 
 
 class TaskKind(Part, frozen=True, kw_only=True):
@@ -231,6 +230,8 @@ class Control(Part, frozen=True, kw_only=True):
     """Least time between two changes of one lender."""
     idle_seconds: Annotated[float, Meta(ge=0, le=YEAR_SECONDS)] = CONTROL.idle_seconds
     """Time without use after which a lender is parked."""
+    known_wake_seconds: Seconds | None = None
+    """Time in which a woken lender takes turns, as measured before; None: the control app has woken none."""
 
 
 ROSE = "rose"
@@ -394,10 +395,11 @@ def _check_sizes(scenario: Scenario) -> None:
     if lending is not None:
         serving, guest = load_profile(lending.serving_profile), load_profile(lending.guest_profile)
         users = scenario.users
-        if users is not None and users.max_prompt_tokens + users.max_new_tokens > serving.kv_cache_tokens:
+        prompt, new = longest_requests(serving.kv_cache_tokens)
+        if users is not None and (users.prompt_tokens > prompt or users.new_tokens > new):
             raise UsageError(
-                f"`users.max_prompt_tokens` and `users.max_new_tokens` exceed the {serving.kv_cache_tokens} tokens of "
-                f"the KV memory of {lending.serving_profile}"
+                f"`users.prompt_tokens` or `users.new_tokens` exceeds what the KV memory of {lending.serving_profile} "
+                f"has room for, {prompt} and {new} tokens"
             )
         if lending.count and scenario.elastic.how != "none":
             room.append(guest.kv_cache_tokens)

@@ -18,7 +18,7 @@ from rose.pipeline.simulation.engine import EngineRequest
 from rose.pipeline.simulation.events import EventQueue
 from rose.pipeline.simulation.prefix_cache import Segment
 from rose.pipeline.simulation.recorded_load import offered_load, recorded_minutes
-from rose.pipeline.simulation.scenario import Users
+from rose.pipeline.simulation.scenario import Users, longest_requests
 
 PEAK_EVERY_SECONDS = 600
 """A minute with the largest rate comes once in so many seconds, and in it a second with the largest rate."""
@@ -43,8 +43,11 @@ class Arrivals:
         self._minute = -1
         self._seconds: Sequence[float] = ()
         """Factors of the seconds of `_minute`."""
-        mean_prompt = mean_length(users.prompt_tokens, users.prompt_spread, users.max_prompt_tokens)
-        mean_new = mean_length(users.new_tokens, users.new_spread, users.max_new_tokens)
+        prompt, new = longest_requests(cost.kv_cache_tokens)
+        self._most = min(users.max_prompt_tokens, prompt), min(users.max_new_tokens, new)
+        """Longest prompt and answer, in tokens."""
+        mean_prompt = mean_length(users.prompt_tokens, users.prompt_spread, self._most[0])
+        mean_new = mean_length(users.new_tokens, users.new_spread, self._most[1])
         alone = _seconds_alone(cost, round(mean_prompt), round(mean_new))
         recorded = [minute.load(engines) / alone * engines for minute in recorded_minutes(users.recording)]
         self._recorded = recorded
@@ -107,8 +110,8 @@ class Arrivals:
         prompt = max(1, round(users.prompt_tokens * math.exp(draw.gauss(0, users.prompt_spread))))
         new = max(1, round(users.new_tokens * math.exp(draw.gauss(0, users.new_spread))))
         name = f"user {number}"
-        context = (Segment(name, min(prompt, users.max_prompt_tokens)),)
-        return EngineRequest(name, context, min(new, users.max_new_tokens), at)
+        most_prompt, most_new = self._most
+        return EngineRequest(name, (Segment(name, min(prompt, most_prompt)),), min(new, most_new), at)
 
 
 def mean_length(median: float, spread: float, most: float) -> float:

@@ -25,6 +25,7 @@ from rose.pipeline.simulation.costs import simulated_cost
 from rose.pipeline.simulation.fitted_engine import WEIGHT_BYTES, ComputedTurn, FittedEngine, fit_engine
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
+from rose.pipeline.simulation.lender import HEADROOM_SHARE
 from rose.pipeline.simulation.recorded_run import EngineKind, RecordedRun
 from rose.pipeline.simulation.results import measured
 from rose.pipeline.simulation.rollout import TurnFigures
@@ -39,7 +40,6 @@ from rose.pipeline.simulation.scenario import (
     Tasks,
     Training,
     Users,
-    longest_requests,
 )
 from rose.pipeline.simulation.trainer import StepFigures
 from rose.pipeline.simulation.trajectory_plans import TrajectoryPlan
@@ -158,12 +158,12 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         dedicated=tuple(
             _pool(kind, count, fitted, settings, folder) for kind, count in present.items() if not _lends(kind)
         ),
-        lending=None if lent is None else _lending(lent, present[lent], fitted, settings, folder),
+        lending=None if lent is None else _lending(run, lent, present[lent], fitted[lent], settings, folder),
         users=None if lent is None else _users(run, lent.kv_tokens, folder),
         tasks=Tasks(groups=per_step, group_size=len(run.members(groups[0]))),
         training=_training(run, figures, settings, window),
         elastic=Elastic(how="none" if lent is None else "lend"),
-        control=settings.control,
+        control=msgspec.structs.replace(settings.control, known_wake_seconds=run.wake_seconds()),
         routing=Routing(max_lag_versions=settings.max_lag_versions),
         cells=settings.cells,
         hop_seconds=run.hop_seconds(groups),
@@ -347,11 +347,18 @@ def _pool(
 
 
 def _lending(
-    kind: EngineKind, count: int, fitted: dict[EngineKind, FittedEngine], settings: RunSettings, folder: Path
+    run: RecordedRun, kind: EngineKind, count: int, guest: FittedEngine, settings: RunSettings, folder: Path
 ) -> Lending:
-    """Return the lending servers: serving is taken to be as fast as the guest, and to have the memory that it lends."""
-    profile = fitted[kind].profile(
-        card=kind.device, devices=kind.devices, kv_tokens=kind.kv_tokens, kv_bytes_per_token=kind.kv_bytes_per_token
+    """Return the lending servers: serving is taken to be as fast as the guest.
+
+    The guest had at most what serving's headroom leaves of its KV memory.
+    """
+    profile = guest.profile(
+        card=kind.device,
+        devices=kind.devices,
+        kv_tokens=round(kind.kv_tokens / (1.0 - HEADROOM_SHARE)),
+        kv_bytes_per_token=kind.kv_bytes_per_token,
+        wake_seconds=run.wake_seconds() or 0.0,
     )
     file = _write(folder, "lending.toml", write_profile(profile))
     promise = settings.promise
@@ -369,7 +376,10 @@ def _lending(
 
 
 def _users(run: RecordedRun, kv_tokens: int, folder: Path) -> Users | None:
-    """Return users that keep servers of `kv_tokens` as busy as they were; None if no server had a request."""
+    """Return users that keep servers of `kv_tokens` as busy as they were; None if no server had a request.
+
+    Their requests are of usual lengths, and shorter where the KV memory is small.
+    """
     recordings = []
     for number, rows in enumerate(run.load().values()):
         text = f"{HEADER}\n" + "".join(map(encode_row, rows))
@@ -377,14 +387,11 @@ def _users(run: RecordedRun, kv_tokens: int, folder: Path) -> Users | None:
     busy = any(row.idle_seconds < row.seconds for rows in run.load().values() for row in rows)
     if not busy:
         return None
-    prompt, new = longest_requests(kv_tokens)
-    median = Users(busy=0.0)
+    usual = Users(busy=0.0)
     return Users(
         recording=tuple(recordings),
-        prompt_tokens=min(median.prompt_tokens, prompt),
-        max_prompt_tokens=prompt,
-        new_tokens=min(median.new_tokens, new),
-        max_new_tokens=new,
+        prompt_tokens=max(1, min(usual.prompt_tokens, kv_tokens // 16)),
+        new_tokens=max(1, min(usual.new_tokens, kv_tokens // 64)),
     )
 
 
