@@ -5,6 +5,7 @@ from contextlib import closing
 from functools import partial
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from rose.pipeline.replay.decisions import CoreReplay, replay_core
 from rose.pipeline.replay.recorded_cores import KafkaLog, read_recorded_cores
@@ -13,7 +14,7 @@ from rose.schemas.heartbeats import ExecutorState, WorkerClass
 from rose.schemas.journal import EntryKind
 from rose.schemas.turns import TurnOutcome
 from rose.topics.admin import create_topics
-from rose.topics.catalog import GRANTS
+from rose.topics.catalog import GRANTS, JOURNAL, Partitions
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
 from tests.support.brokers import AnyBroker
@@ -21,6 +22,8 @@ from tests.support.roles import kill, role_process, stop
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
 
 pytestmark = pytest.mark.slow
+
+TWO_CELLS = Partitions(home=2, slots=2, samples=1, chunks=1, cells=2)
 
 
 @pytest.fixture
@@ -115,3 +118,20 @@ def test_grants_of_the_control_app_are_repeated(bus: RouterHarness) -> None:
         "control-0": ([], ""),
     }
     assert by_core["control-0"].compared >= 3
+
+
+def test_router_of_a_log_without_the_journal_topic_routes_and_stops(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, TWO_CELLS)
+    admin = AdminClient(settings.client("test"))
+    for deleted in admin.delete_topics([settings.topic(JOURNAL)]).values():
+        deleted.result()
+    bus = RouterHarness(settings, TWO_CELLS)
+    with closing(bus), router_process(settings) as router:
+        for worker in range(2):
+            bus.beat(worker)
+        for number in range(2):
+            bus.ask(f"g{number}:0", home=number)
+        bus.until_dispatched(2)
+        bus.go_on(3.0)
+        stop(router)
