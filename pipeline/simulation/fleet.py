@@ -69,10 +69,12 @@ class Fleet:
         scenario: Scenario,
         recorder: Recorder | None = None,
         plans: Sequence[Sequence[TrajectoryPlan]] | None = None,
+        batches: Sequence[int] = (),
     ) -> None:
         """`recorder`: keeps what a trace and a report show; None keeps nothing.
 
         `plans`: what the trajectories of each group do, and the only groups; None draws from the scenario's tasks.
+        `batches`: see `Trainer`.
         """
         self.scenario = scenario
         self.events = EventQueue()
@@ -95,7 +97,7 @@ class Fleet:
         plans_of = drawn_plans(scenario.tasks, scenario.seed) if plans is None else plans.__getitem__
         self.rollout = Rollout(plans_of, self.events, self._from_environment, self._on_sample)
         groups = math.inf if plans is None else len(plans)
-        self.trainer = Trainer(scenario, self.events, self.rollout, self._publish, groups)
+        self.trainer = Trainer(scenario, self.events, self.rollout, self._publish, groups, batches)
         self.cells = [Cell(number, self._router()) for number in range(scenario.cells)]
         self.control: ElasticityCore | None = None
         self._cell_of: dict[str, Cell] = {}

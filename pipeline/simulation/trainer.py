@@ -6,6 +6,7 @@ Keeps true
 - A synchronous trainer opens the groups of one step, trains when all are complete, and opens the next ones when the
   engines serve the new version. An asynchronous trainer keeps groups open for `max_staleness` further steps.
 - With `dapo`, a group without a signal is replaced by another one.
+- The steps of a recorded run have as many groups as they had: their numbers differ if groups were left out.
 
 Training takes `FLOPS_PER_TOKEN_AND_PARAMETER * parameters` floating-point operations a token, at a stated share of the
 peak of its GPUs.
@@ -13,7 +14,7 @@ peak of its GPUs.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rose.pipeline.simulation.events import EventQueue
@@ -66,10 +67,12 @@ class Trainer:
         rollout: Rollout,
         publish: Callable[[int], float],
         groups: float = math.inf,
+        batches: Sequence[int] = (),
     ) -> None:
         """`publish`: sends a version to the engines; returns the seconds until the dedicated ones serve it.
 
-        `groups`: number of groups that there are.
+        `groups`: number of groups that there are. `batches`: number of groups of each step; without it each step has
+        those of the scenario's tasks.
         """
         self.version = 0
         self.training = False
@@ -80,6 +83,7 @@ class Trainer:
         self._publish = publish
         self._groups = groups
         training = scenario.training
+        self._batches = batches or (scenario.tasks.groups,) * training.steps
         self._synchronous = training.mode == "synchronous"
         self._rules = SelectionRules(
             max_staleness=0 if self._synchronous else training.max_staleness, vocabulary=VOCABULARY, context_tokens=2
@@ -116,7 +120,7 @@ class Trainer:
         tasks, training = self._scenario.tasks, self._scenario.training
         ahead = 0 if self._synchronous else training.max_staleness
         window = training.window_groups or (1 + ahead) * tasks.groups
-        wanted = self.version * tasks.groups + self._replaced + window
+        wanted = sum(self._batches[: self.version]) + self._replaced + window
         while self._rollout.opened < min(wanted, self._groups):
             self._rollout.open_group()
 
@@ -125,9 +129,10 @@ class Trainer:
         return self._scenario.training.algorithm == "dapo"
 
     def _go_on(self) -> None:
-        if self.training:
+        if self.training or self.done:
             return
-        while self._complete and len(self._batch) < self._scenario.tasks.groups:
+        wanted = self._batches[self.version]
+        while self._complete and len(self._batch) < wanted:
             group = select_samples(self._complete.pop(0), self.version, rules=self._rules)
             if self._dapo and not group.trained:
                 self._settle(group)
@@ -135,7 +140,7 @@ class Trainer:
                 self._rollout.open_group()
             else:
                 self._batch.append(group)
-        if len(self._batch) == self._scenario.tasks.groups:
+        if len(self._batch) == wanted:
             self._train()
 
     def _train(self) -> None:

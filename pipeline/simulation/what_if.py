@@ -25,7 +25,7 @@ from rose.pipeline.simulation.costs import simulated_cost
 from rose.pipeline.simulation.fitted_engine import WEIGHT_BYTES, ComputedTurn, FittedEngine, fit_engine
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
-from rose.pipeline.simulation.recorded_run import EngineKind, RecordedRun
+from rose.pipeline.simulation.recorded_run import EngineKind, RecordedRun, RecordedStep
 from rose.pipeline.simulation.results import measured
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.scenario import (
@@ -99,6 +99,8 @@ class Replica:
 
     scenario: Scenario
     plans: list[list[TrajectoryPlan]]
+    batches: list[int]
+    """Groups of each training step; empty without a trainer."""
     log: RunFigures
     engines: dict[str, FittedEngine]
     """What was fitted, by the name of the device."""
@@ -109,7 +111,7 @@ class Replica:
 
     def simulate(self, scenario: Scenario) -> Fleet:
         """Return a fleet that runs the recorded trajectories under a scenario; the caller runs the fleet."""
-        return Fleet(scenario, plans=self.plans)
+        return Fleet(scenario, plans=self.plans, batches=self.batches)
 
 
 def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Path) -> Replica:
@@ -128,7 +130,8 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
     if not groups:
         raise RoseError("no group began and ended in this time: give a longer stretch, or wait until groups have ended")
     steps = run.steps(groups)
-    per_step = max(1, round(sum(len(members) for _, members in steps) / len(steps))) if steps else len(groups)
+    batches = [len(step.groups) for step in steps]
+    per_step = max(batches, default=len(groups))
     turns = run.turns(groups)
     begin, end = min(turn.requested_at for turn in turns), max(turn.applied_at for turn in turns)
     present = run.fleet(begin, end)
@@ -139,7 +142,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         )
     fitted = _fit(run, present, settings.step_tokens)
     lent = max((kind for kind in present if _lends(kind)), key=lambda kind: present[kind], default=None)
-    figures = [step for step, _ in steps]
+    figures = [step.figures for step in steps]
     window = run.window_groups(groups) if steps else 0
     scenario = Scenario(
         name=settings.name,
@@ -149,7 +152,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         lending=None if lent is None else _lending(lent, present[lent], fitted, settings, folder),
         users=None if lent is None else _users(run, folder),
         tasks=Tasks(groups=per_step, group_size=len(run.members(groups[0]))),
-        training=_training(run, figures, settings, max(window, per_step)),
+        training=_training(run, steps, settings, max(window, per_step)),
         elastic=Elastic(how="none" if lent is None else "lend"),
         control=settings.control,
         routing=Routing(max_lag_versions=settings.max_lag_versions),
@@ -164,11 +167,12 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
     lenders = {turn.worker for turn in turns if (kind := run.kind(turn.worker)) is not None and _lends(kind)}
     return Replica(
         scenario=scenario,
-        plans=run.plans(groups, figures, max(window, per_step)),
+        plans=run.plans(groups, figures, batches, max(window, per_step)),
+        batches=batches,
         log=_figures(turns, counted, lenders, cost_of(_usage_of(usage, names, begin, end, counted), settings.prices)),
         engines={kind.device: each for kind, each in fitted.items()},
         left_out_groups=left_out,
-        left_out_executors=len({turn.worker for turn in turns}) - simulated,
+        left_out_executors=max(0, len({turn.worker for turn in turns}) - simulated),
     )
 
 
@@ -356,9 +360,9 @@ def _users(run: RecordedRun, folder: Path) -> Users | None:
     return Users(recording=tuple(recordings)) if busy else None
 
 
-def _training(run: RecordedRun, steps: Sequence[StepFigures], settings: RunSettings, window: int) -> Training:
-    ends = [step.ended_at for step in steps]
-    transfer, swap = run.version_seconds(ends)
+def _training(run: RecordedRun, steps: Sequence[RecordedStep], settings: RunSettings, window: int) -> Training:
+    transfer, swap = run.version_seconds({step.version: step.figures.ended_at for step in steps})
+    trained = [step.figures.ended_at - step.figures.collected_at for step in steps]
     return Training(
         steps=max(1, len(steps)),
         mode="asynchronous",
@@ -366,7 +370,7 @@ def _training(run: RecordedRun, steps: Sequence[StepFigures], settings: RunSetti
         window_groups=window,
         parameters=1.0,
         gpus=TRAINER_DEVICES,
-        fixed_seconds=sum(step.ended_at - step.collected_at for step in steps) / max(1, len(steps)),
+        fixed_seconds=sum(trained) / max(1, len(trained)),
         delta_bytes_share=1.0,
         link_bytes_per_second=WEIGHT_BYTES / max(transfer, SHORTEST_TRANSFER),
         swap_seconds=swap,

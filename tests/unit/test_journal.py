@@ -142,11 +142,12 @@ def test_inputs_that_are_written_do_not_count_as_waiting(
 
 def test_journal_waits_for_no_broker_and_ends_when_too_much_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "FLUSH_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with closing(JournalWriter(BusSettings(f"127.0.0.1:{silent.getsockname()[1]}"), "test-journal")) as journal:
-            for _ in range(journal_module.MAX_UNSTORED_RECORDS):
+    silent = socket.create_server(("127.0.0.1", 0))
+    settings = BusSettings(f"127.0.0.1:{silent.getsockname()[1]}")
+    with silent, closing(JournalWriter(settings, "test-journal")) as journal:
+        for _ in range(journal_module.MAX_UNSTORED_RECORDS):
+            journal(FIRST)
+        for _ in range(2):
+            with pytest.raises(RoseError, match="has not stored 64 records"):
                 journal(FIRST)
-            for _ in range(2):
-                with pytest.raises(RoseError, match="has not stored 64 records"):
-                    journal(FIRST)
-            journal.flush()
+        journal.flush()
