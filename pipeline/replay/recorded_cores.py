@@ -99,6 +99,8 @@ def _recorded_core(records: Sequence[CoreJournal]) -> RecordedCore:
             core.restored += restored
             core.batches.append(batch)
             batch, restored = JournalBatch(), []
+    if not core.gap and records[-1].continued:
+        core.gap = "the end of its last batch is not on the log"
     return core
 
 
