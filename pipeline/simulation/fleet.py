@@ -422,7 +422,7 @@ class Fleet:
                 f"{now:.0f} s: let it fail earlier, or run more steps"
             )
         settled = [sample.trajectory_id for sample, _, _ in self.trainer.figures.settled]
-        opened = self.rollout.opened * self.scenario.tasks.group_size
+        opened = self.rollout.opened_trajectories
         if len(settled) != len(set(settled)):
             raise AssertionError("a trajectory has two outcomes")
         if self.rollout.finished + len(self.rollout.live) != opened or len(settled) > self.rollout.finished:

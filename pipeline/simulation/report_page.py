@@ -95,7 +95,7 @@ def user_requests(recorder: Recorder) -> list[UserRequest]:
 def simulated_audit(fleet: Fleet) -> Audit:
     """Return where the trajectories of a simulation are; `Fleet.run` has proven that none is lost or doubled."""
     outcomes, live = fleet.trainer.figures.outcomes, len(fleet.rollout.live)
-    requested = fleet.rollout.opened * fleet.scenario.tasks.group_size
+    requested = fleet.rollout.opened_trajectories
     waiting = requested - live - outcomes.total()
     return Audit(
         requested=requested,

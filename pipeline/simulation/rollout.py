@@ -99,6 +99,7 @@ class Rollout:
         """`request`: sends a turn request to the bus. `on_sample`: takes a finished trajectory."""
         self.opened = 0
         """Groups opened."""
+        self.opened_trajectories = 0
         self.finished = 0
         """Trajectories that have ended."""
         self.turns: list[TurnFigures] = []
@@ -114,6 +115,7 @@ class Rollout:
         """Open the next group: its environments are reset, and then request their first turns."""
         group, plans = f"g{self.opened}", self._plans(self.opened)
         self.opened += 1
+        self.opened_trajectories += len(plans)
         self._opened[group] = plans
         for index, plan in enumerate(plans):
             name = trajectory_id(group, index)

@@ -129,6 +129,16 @@ def test_decision_that_is_never_stored_ends_the_journal_before_the_inputs_fill_t
     assert written == [] and not recorder.awaits_decisions
 
 
+def test_journal_awaits_decisions_until_each_is_stored(recorder: JournalRecorder) -> None:
+    recorder.take(EntryKind.TICK)
+    stored = recorder.decide(EntryKind.GRANT)
+    recorder.write_due()
+    recorder.take(EntryKind.TICK)
+    assert recorder.awaits_decisions
+    stored(0, 5)
+    assert not recorder.awaits_decisions
+
+
 def test_inputs_that_are_written_do_not_count_as_waiting(
     recorder: JournalRecorder, written: list[CoreJournal], monkeypatch: pytest.MonkeyPatch
 ) -> None:

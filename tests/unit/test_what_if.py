@@ -231,6 +231,21 @@ def test_run_with_failed_groups_is_simulated_with_as_many_groups_in_each_step(tm
     assert simulated.rollout.opened == 15 and len(simulated.trainer.figures.steps) == 4
 
 
+def test_groups_of_several_sizes_are_simulated(tmp_path: Path) -> None:
+    first = next(record for record in recorded_run() if isinstance(record, Sample))
+    smaller = (
+        msgspec.structs.replace(each, group_size=5)
+        if isinstance(each, Sample) and each.group_id == first.group_id
+        else each
+        for each in recorded_run()
+        if getattr(each, "trajectory_id", "") != f"{first.group_id}:5"
+    )
+    recorded = replica(smaller, tmp_path)
+    simulated = recorded.simulate(recorded.scenario)
+    simulated.run()
+    assert simulated.rollout.finished == 16 * 6 - 1
+
+
 def test_group_with_some_outcomes_on_the_log_belongs_to_no_step_yet(tmp_path: Path) -> None:
     records = list(recorded_run())
     last = max(number for number, each in enumerate(records) if isinstance(each, SampleOutcome))
