@@ -28,6 +28,7 @@ from rose.schemas.journal import (
     JournalInput,
     RestoredRange,
 )
+from rose.schemas.wire import encoded
 from rose.topics.catalog import JOURNAL
 from rose.topics.errors import UNKNOWN_PARTITION_CODES, BusError, TopicMissing
 from rose.topics.settings import BusSettings
@@ -43,8 +44,9 @@ MAX_WAITING_INPUTS = 500_000
 """Most inputs of batches whose decisions are not stored yet; about 100 MB. An inbox without a partition leader does not
 stop the other inboxes, and its dispatches may wait for hours."""
 
-MAX_UNSTORED_RECORDS = 64
-"""Most records of journals that the broker has not stored yet."""
+MAX_UNSTORED_BYTES = 64 * 1024 * 1024
+"""Most bytes of journals that the broker has not stored yet. More might fill the client's queue, and a write would
+wait. A busy cell writes about 100 KiB a second."""
 
 FLUSH_SECONDS = 2.0
 """How long the end of a router waits for its last records of journals."""
@@ -206,7 +208,7 @@ class JournalWriter:
         self._settings = settings
         self._client_id = client_id
         self._writer: Writer | None = None
-        self._unstored = 0
+        self._unstored_bytes = 0
         self._failure: RoseError | None = None
 
     def __call__(self, record: CoreJournal) -> None:
@@ -217,11 +219,13 @@ class JournalWriter:
             if self._writer is None:
                 self._writer = Writer(self._settings, self._client_id)
             self._writer.poll()
-            if self._unstored >= MAX_UNSTORED_RECORDS:  # more might fill the client's queue, and `write` would wait
-                raise RoseError(f"the broker has not stored {self._unstored} records of {JOURNAL.name}")
-            partition = record.cell or 0
-            self._writer.write(JOURNAL, record, key=record.core, partition=partition, on_delivery=self._on_stored)
-            self._unstored += 1
+            ready = encoded(record)
+            size = len(ready.wire)
+            if self._unstored_bytes + size > MAX_UNSTORED_BYTES:
+                raise RoseError(f"the broker has not stored the last {self._unstored_bytes} bytes of {JOURNAL.name}")
+            stored = partial(self._on_stored, size)
+            self._writer.write(JOURNAL, ready, key=record.core, partition=record.cell or 0, on_delivery=stored)
+            self._unstored_bytes += size
         except RoseError as error:
             missing = isinstance(error, BusError) and error.code in UNKNOWN_PARTITION_CODES
             self._failure = TopicMissing(self._settings.topic(JOURNAL)) if missing else error
@@ -231,10 +235,11 @@ class JournalWriter:
         """Wait up to FLUSH_SECONDS until all records are stored."""
         until = time.monotonic() + FLUSH_SECONDS
         try:
-            while self._writer is not None and self._failure is None and self._unstored:
+            while self._writer is not None and self._failure is None and self._unstored_bytes:
                 left_seconds = until - time.monotonic()
                 if left_seconds <= 0.0:
-                    raise RoseError(f"the broker has not stored the last {self._unstored} records of {JOURNAL.name}")
+                    left = f"the last {self._unstored_bytes} bytes of {JOURNAL.name}"
+                    raise RoseError(f"the broker has not stored {left} within {FLUSH_SECONDS:g} s")
                 self._writer.poll(left_seconds)
         except RoseError as error:
             self._failure = error
@@ -245,5 +250,5 @@ class JournalWriter:
         if self._writer is not None:
             self._writer.close()
 
-    def _on_stored(self, _partition: int, _offset: int) -> None:
-        self._unstored -= 1
+    def _on_stored(self, size: int, _partition: int, _offset: int) -> None:
+        self._unstored_bytes -= size

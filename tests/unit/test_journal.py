@@ -12,6 +12,7 @@ from rose.pipeline.journal import JournalRecorder, JournalWriter
 from rose.pipeline.replay.recorded_cores import recorded_cores
 from rose.schemas.errors import RoseError
 from rose.schemas.journal import CoreJournal, EntryKind, JournalDecision, RestoredRange
+from rose.schemas.wire import encode
 from rose.topics.settings import BusSettings
 
 FIRST = CoreJournal(core="router-0", cell=0, began_at=0, sequence=0, settings={"max_attempts": 8.0})
@@ -152,12 +153,13 @@ def test_inputs_that_are_written_do_not_count_as_waiting(
 
 def test_journal_waits_for_no_broker_and_ends_when_too_much_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(journal_module, "MAX_UNSTORED_BYTES", 10 * len(encode(FIRST)))
     silent = socket.create_server(("127.0.0.1", 0))
     settings = BusSettings(f"127.0.0.1:{silent.getsockname()[1]}")
     with silent, closing(JournalWriter(settings, "test-journal")) as journal:
-        for _ in range(journal_module.MAX_UNSTORED_RECORDS):
+        for _ in range(10):
             journal(FIRST)
         for _ in range(2):
-            with pytest.raises(RoseError, match="has not stored 64 records"):
+            with pytest.raises(RoseError, match="has not stored the last"):
                 journal(FIRST)
         journal.flush()
