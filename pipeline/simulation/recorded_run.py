@@ -44,7 +44,7 @@ LONGEST_GAP_SECONDS = 2.0
 
 
 class EngineKind(NamedTuple):
-    """What engines have in common that are simulated alike."""
+    """The features of engines that are simulated alike."""
 
     worker_class: WorkerClass
     device: str
@@ -93,11 +93,11 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Worker:
-    """What the heartbeats of an executor say."""
+    """The contents of the heartbeats of an executor."""
 
     worker_class: WorkerClass
     streams: dict[int, _Stream] = field(default_factory=dict)
-    """By inbox."""
+    """Its heartbeats by inbox."""
     device: str = ""
     devices: int = 1
     max_turns: int = 0

@@ -1,4 +1,4 @@
-"""What if: the trajectories of a recorded run on the simulated fleet, as the fleet was and with changes.
+"""Answers to "what if": the trajectories of a recorded run on the simulated fleet, as it was and with changes.
 
 Keeps true
 - Both arms run the recorded trajectories. `recorded` has the fleet, the settings and the measured delays of the run;
@@ -103,7 +103,7 @@ class Replica:
     """Groups of each training step; empty without a trainer."""
     log: RunFigures
     engines: dict[str, FittedEngine]
-    """What was fitted, by the name of the device."""
+    """The fitted figures, by the name of the device."""
     left_out_groups: int
     """Groups that failed, or are not whole on the log."""
     left_out_executors: int
