@@ -4,7 +4,8 @@ Keeps true
 - A batch is written once all of its decisions are stored, and after the batches before it. So the log never has a
   journal of decisions that a killed process did not store.
 - The time of an input is a whole number of microseconds, so that the journal has exactly the time that the core saw.
-- A core does not depend on its journal: if the journal cannot be written, that is logged once, and recording ends.
+- A core does not depend on its journal. No call here waits for the broker. If the journal cannot be written, or more
+  of it waits than may be in memory, that is logged once and recording ends.
 """
 
 import time
@@ -27,7 +28,10 @@ from rose.schemas.journal import (
     JournalInput,
     RestoredRange,
 )
+from rose.schemas.wire import encoded
 from rose.topics.catalog import JOURNAL
+from rose.topics.errors import UNKNOWN_PARTITION_CODES, BusError, TopicMissing
+from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
 BATCH_SECONDS = 1.0
@@ -35,6 +39,17 @@ BATCH_SECONDS = 1.0
 
 BATCH_INPUTS = 4_096
 """Inputs after which a batch ends earlier."""
+
+MAX_WAITING_INPUTS = 500_000
+"""Most inputs of batches whose decisions are not stored yet; about 100 MB. An inbox without a partition leader does not
+stop the other inboxes, and its dispatches may wait for hours."""
+
+MAX_UNSTORED_BYTES = 64 * 1024 * 1024
+"""Most bytes of journals that the broker has not stored yet. More might fill the client's queue, and a write would
+wait. A busy cell writes about 100 KiB a second."""
+
+FLUSH_SECONDS = 2.0
+"""How long the end of a router waits for its last records of journals."""
 
 MICROSECONDS = 1_000_000
 
@@ -90,6 +105,8 @@ class JournalRecorder:
         self._batch = _Batch(time.monotonic())
         self._pending: deque[_Batch] = deque()
         """Batches that have ended, oldest first."""
+        self._waiting_inputs = 0
+        """Inputs of the batches in `_pending`."""
         self._records = True
         """Whether inputs are recorded."""
 
@@ -134,15 +151,25 @@ class JournalRecorder:
             structlog.get_logger("bus").warning("journal_ended", core=self._next_record.core, reason=reason)
         self._records = False
         self._pending.clear()
+        self._waiting_inputs = 0
+
+    @property
+    def awaits_decisions(self) -> bool:
+        """Whether the places of some decisions are not known yet."""
+        return any(batch.unstored for batch in (*self._pending, self._batch))
 
     def _end_batch(self, now: float) -> None:
         if self._records and (self._batch.inputs or self._batch.restored):
             self._pending.append(self._batch)
+            self._waiting_inputs += len(self._batch.inputs)
+            if self._waiting_inputs > MAX_WAITING_INPUTS:
+                self.end("a decision is not stored, and the inputs after it are too many to keep")
         self._batch = _Batch(now)
 
     def _write_stored(self) -> None:
         while self._pending and not self._pending[0].unstored:
             batch = self._pending.popleft()
+            self._waiting_inputs -= len(batch.inputs)
             try:
                 for record in self._records_of(batch):
                     self._sink(record)
@@ -171,30 +198,57 @@ def _parts(entries: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 class JournalWriter:
-    """Writes the records of journals with a client of its own, so that its errors are not the core's.
+    """Writes the records of the journals of a process with a client of its own, so that its errors are not the cores'.
 
-    The client is opened with the first record.
+    The client is opened with the first record. After an error nothing more is written: the log of an earlier version
+    lacks the topic, and a client without the right to write will not get it.
     """
 
-    def __init__(self, open_writer: Callable[[], Writer]) -> None:
-        """`open_writer` raises RoseError."""
-        self._open = open_writer
+    def __init__(self, settings: BusSettings, client_id: str) -> None:
+        self._settings = settings
+        self._client_id = client_id
         self._writer: Writer | None = None
+        self._unstored_bytes = 0
+        self._failure: RoseError | None = None
 
     def __call__(self, record: CoreJournal) -> None:
-        """Write a record. Raises RoseError, also for an earlier record that was not stored."""
-        if self._writer is None:
-            self._writer = self._open()
-            self._writer.partition_count(JOURNAL)  # raises TopicMissing on the log of an earlier version
-        self._writer.write(JOURNAL, record, key=record.core, partition=record.cell or 0)
-        self._writer.poll()
+        """Write a record without waiting for the broker. Raises RoseError, also for an earlier record."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            if self._writer is None:
+                self._writer = Writer(self._settings, self._client_id)
+            self._writer.poll()
+            ready = encoded(record)
+            size = len(ready.wire)
+            if self._unstored_bytes + size > MAX_UNSTORED_BYTES:
+                raise RoseError(f"the broker has not stored the last {self._unstored_bytes} bytes of {JOURNAL.name}")
+            stored = partial(self._on_stored, size)
+            self._writer.write(JOURNAL, ready, key=record.core, partition=record.cell or 0, on_delivery=stored)
+            self._unstored_bytes += size
+        except RoseError as error:
+            missing = isinstance(error, BusError) and error.code in UNKNOWN_PARTITION_CODES
+            self._failure = TopicMissing(self._settings.topic(JOURNAL)) if missing else error
+            raise self._failure from error
 
     def flush(self) -> None:
-        """Wait until all records are stored. Raises RoseError."""
-        if self._writer is not None:
-            self._writer.flush()
+        """Wait up to FLUSH_SECONDS until all records are stored."""
+        until = time.monotonic() + FLUSH_SECONDS
+        try:
+            while self._writer is not None and self._failure is None and self._unstored_bytes:
+                left_seconds = until - time.monotonic()
+                if left_seconds <= 0.0:
+                    left = f"the last {self._unstored_bytes} bytes of {JOURNAL.name}"
+                    raise RoseError(f"the broker has not stored {left} within {FLUSH_SECONDS:g} s")
+                self._writer.poll(left_seconds)
+        except RoseError as error:
+            self._failure = error
+            structlog.get_logger("bus").warning("journal_ended", core=self._client_id, reason=str(error))
 
     def close(self) -> None:
         """Close the client. Records that are not stored yet are dropped."""
         if self._writer is not None:
             self._writer.close()
+
+    def _on_stored(self, size: int, _partition: int, _offset: int) -> None:
+        self._unstored_bytes -= size

@@ -436,15 +436,15 @@ class Reader:
         topic, raw = self._topics[name], raw_of(message)
         counts.read(topic).inc()
         place = topic, message.partition(), message.offset()
+        timestamp_type, stamp = message.timestamp()
         record: Record | None = None
         if raw.value is not None:
             assert topic.record is not None
             try:
                 record = decode(topic.record, raw.value, raw.headers)
             except RecordError as error:
-                return InvalidMessage(*place, raw, str(error))
+                return InvalidMessage(*place, raw, str(error), stamp / 1000)
         key = raw.key.decode(errors="replace") if raw.key else ""
-        timestamp_type, stamp = message.timestamp()
         return Envelope(record, *place, key, stamp / 1000, raw, timestamp_type == TIMESTAMP_LOG_APPEND_TIME)
 
 

@@ -60,6 +60,8 @@ class InvalidMessage(msgspec.Struct, frozen=True, gc=False):
     offset: int
     raw: RawMessage
     reason: str
+    timestamp_seconds: float = 0.0
+    """Timestamp of the broker or the producer, unix seconds; 0 if it is not known."""
 
 
 class EndOfPartition(msgspec.Struct, frozen=True, gc=False):

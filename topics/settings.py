@@ -135,6 +135,7 @@ class BusSettings:
                 "batch.size": MAX_MESSAGE_BYTES,  # without compression, a topic has to accept the whole batch
                 "queue.buffering.max.kbytes": 256 * 1024,
                 "message.timeout.ms": 0,  # a slow link is no error; `Writer.flush` decides when to give up
+                "allow.auto.create.topics": False,  # a producer's default is True
             }
         )
 

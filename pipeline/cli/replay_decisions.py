@@ -13,14 +13,10 @@ from rose.pipeline.journal import MICROSECONDS
 from rose.pipeline.local.broker import readable_log
 from rose.pipeline.replay.decisions import replay_core
 from rose.pipeline.replay.differences import describe_replays
-from rose.pipeline.replay.recorded_cores import CLIENT, KafkaLog, RecordedCore, read_recorded_cores
+from rose.pipeline.replay.recorded_cores import KafkaLog, read_recorded_cores, unjournaled_decisions
 from rose.pipeline.terminal import print_line
 from rose.schemas.errors import RoseError, UsageError
-from rose.schemas.journal import EntryKind
 from rose.topics.acl import REPLAY, connect_as
-from rose.topics.catalog import DISPATCHED
-from rose.topics.log_reader import read_keyed_messages, topic_starts
-from rose.topics.settings import BusSettings
 
 EXPLAINED = 3
 """Differing turns of each core whose costs on all executors are printed."""
@@ -41,7 +37,7 @@ def compare_decisions(common: Common, since: str | None, until: str | None) -> N
                 for core in cores
                 if core.began_at / MICROSECONDS <= end and core.ended_at >= begin
             ]
-        unjournaled = _unjournaled(settings, cores, begin, end)
+        unjournaled = unjournaled_decisions(settings, cores, begin, end)
     if not replays:
         raise RoseError(
             "the log has no journal of that time: journals are kept as long as heartbeats, "
@@ -67,21 +63,3 @@ def parse_time(text: str | None, default: float) -> float:
     except ValueError:
         raise UsageError(f"{text} is no time: write it as 2026-01-31T12:00:00, in UTC, or in unix seconds") from None
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def _unjournaled(settings: BusSettings, cores: list[RecordedCore], begin: float, end: float) -> int:
-    """Number of dispatches that were stored in this time and that no journal names."""
-    named = {
-        (decision.partition, decision.offset)
-        for core in cores
-        for batch in core.batches
-        for decision in batch.decisions
-        if decision.kind is EntryKind.DISPATCH
-    }
-    found = read_keyed_messages(settings, topic_starts(settings, [DISPATCHED], client_id=CLIENT), client_id=CLIENT)
-    return sum(
-        message.raw.value is not None
-        and begin <= message.timestamp_seconds <= end
-        and (message.partition, message.offset) not in named
-        for message in found
-    )

@@ -142,8 +142,6 @@ class ControlApp:
 
     def close(self) -> None:
         """Close the writer and remove the temporary folder."""
-        if self.error is not None:
-            self._journal.end("the control app restarts, and the places of its newest grants are not known")
         self._writer.close()
         self._folder.cleanup()
 

@@ -5,7 +5,6 @@ import errno
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ from rose.topics.catalog import CONTROL_GROUP
 from rose.topics.errors import BusError, is_permanent
 from rose.topics.health import HEALTH
 from rose.topics.settings import BusSettings
-from rose.topics.writer import Writer
 
 if TYPE_CHECKING:  # imports Faust, which may not be installed
     from rose.pipeline.control.app import ControlApp, GrantLog
@@ -55,7 +53,7 @@ def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Ev
 
     control, clock = ElasticityCore(config, job), steady_clock()
     first = CoreJournal(core=name, began_at=0, sequence=0, settings=numeric_settings(config), job=job)
-    sink = JournalWriter(partial(Writer, settings, f"{name}-journal"))
+    sink = JournalWriter(settings, f"{name}-journal")
     journal = JournalRecorder(clock, sink, first)
     grants = GrantLog(settings, name)
     try:
@@ -89,6 +87,8 @@ async def _run(
         if failure is not None and (is_permanent(failure) or isinstance(failure, UsageError)):
             raise failure
         if not stop.is_set():
+            if app.failure is not None or journal.awaits_decisions:
+                journal.end("the control app restarts, and the places of its newest grants are not known")
             log.warning("restarting", reason=str(failure))
             HEALTH.report_restart(str(failure))
             await asyncio.sleep(RESTART_SECONDS)

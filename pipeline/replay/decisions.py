@@ -333,6 +333,7 @@ class _Comparison:
                     break
         except InputMissing as missing:
             self._replay.gap = str(missing)
+            self._match()  # the decisions before the gap
         self._note_unmatched()
         self._replay.differences.sort(key=lambda difference: difference.at)
         return self._replay
@@ -371,7 +372,10 @@ class _Comparison:
 
     def _match(self) -> None:
         """Compare the decisions that both sides have."""
-        for name in [name for name in self._made if name in self._logged]:
+        names = [name for name, many in self._made.items() for _ in many]
+        for name in names:
+            if name not in self._logged:
+                continue
             made, (number, logged) = self._made[name].pop(0), self._logged[name].pop(0)
             for pending in (self._made, self._logged):
                 if not pending[name]:

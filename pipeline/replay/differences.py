@@ -23,7 +23,7 @@ TIME = "%Y-%m-%d %H:%M:%S.%f UTC"
 
 
 def describe_replays(replays: Sequence[CoreReplay], unjournaled: int) -> Iterator[str]:
-    """The lines of a replay. `unjournaled`: dispatches on the log that no journal names."""
+    """The lines of a replay. `unjournaled`: decisions on the log that no journal names."""
     for replay in replays:
         if replay.differences:
             yield f"{replay.core.name}, from {format_utc(replay.core.began_at / 1e6, TIME)}:"
@@ -32,8 +32,9 @@ def describe_replays(replays: Sequence[CoreReplay], unjournaled: int) -> Iterato
             yield f"{replay.core.name}: not compared from there on: {replay.gap}"
     if unjournaled:
         yield (
-            f"{unjournaled} dispatches are in no journal: their router ended before it wrote the journal, has not "
-            "written it yet, or the journal is not on the log any more"
+            f"{unjournaled} decisions are in no journal: their router or control app ended before it wrote the "
+            "journal, has not written it yet, could not write it (journal_ended in its output), or the journal is not "
+            "on the log any more"
         )
     compared, differ = (sum(counts) for counts in zip(*map(_counts, replays), strict=True)) if replays else (0, 0)
     yield f"{compared} decisions, {differ or 'no'} difference{'s' if differ > 1 else ''}"

@@ -5,7 +5,8 @@ Keeps true
   broker's timestamp are new.
 - Records of different partitions are served in the order of their timestamps.
 - Of each partition only a few records are in memory.
-- Nothing is written to a topic that has records already, so a running job is never written to.
+- Nothing is written to a namespace of which any topic has ever had a record, whichever topics are served. So a running
+  job is never written to.
 """
 
 import time
@@ -18,10 +19,10 @@ from typing import NamedTuple
 from rose.pipeline.replay.recorded_cores import CLIENT
 from rose.schemas.errors import UsageError
 from rose.topics.admin import create_topics
-from rose.topics.catalog import RECORD_TOPICS, Partitions, PartitionSetting, Topic
+from rose.topics.catalog import CATALOG, RECORD_TOPICS, Partitions, PartitionSetting, Topic
 from rose.topics.errors import TopicMissing
 from rose.topics.reader import Reader
-from rose.topics.records import EndOfPartition, Envelope, Place, RawMessage
+from rose.topics.records import EndOfPartition, Place, RawMessage
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 
@@ -104,18 +105,15 @@ class RecordServer:
     """Serves the records of some topics between two times."""
 
     def __init__(self, source: BusSettings, target: BusSettings, topics: Sequence[Topic]) -> None:
-        """Create the topics of the target. Raises UsageError if one of them has records, TopicMissing or BusError."""
+        """Create the topics of the target. Raises UsageError if its namespace is used, TopicMissing or BusError."""
         self._source, self._target = source, target
         with closing(Reader(source, CLIENT)) as reader:
             counts = {topic: count for topic in topics if (count := _partitions(reader, topic))}
         self._places: list[Place] = [(topic, part) for topic, count in counts.items() for part in range(count)]
         if not self._places:
             raise UsageError("the log has none of these topics")
+        _check_unused(target)
         create_topics(target, partitions_of(source))
-        with closing(Reader(target, CLIENT)) as reader:
-            for (topic, _), (low, high) in reader.all_watermarks(self._places).items():
-                if high > low:
-                    raise UsageError(f"{target.topic(topic)} has records already: name a namespace that has none")
 
     def serve(
         self,
@@ -154,14 +152,13 @@ class RecordServer:
     ) -> int:
         merge, paused, served = TimeMerge(set(self._places)), set[Place](), 0
         pace: Pace | None = None
-        newest: dict[Place, float] = {}
         while not should_stop():
             message = merge.pop()
             if message is None:
                 if not merge.open_places:
                     break
                 paused = _balance(merge, reader, paused)
-                _fill(merge, reader, until, newest)
+                _fill(merge, reader, until)
                 continue
             pace = pace or Pace(message.at, time.monotonic(), speed)
             while (wait := pace.wait_seconds(message.at, time.monotonic())) > 0 and not should_stop():
@@ -196,8 +193,16 @@ def _partitions(reader: Reader, topic: Topic) -> int:
         return 0
 
 
-def _fill(merge: TimeMerge, reader: Reader, until: float, newest: dict[Place, float]) -> None:
-    """Read on. `newest`: timestamp of the newest message by partition, for messages that do not decode."""
+def _check_unused(target: BusSettings) -> None:
+    """Raise UsageError if a topic of the namespace has records, or had some that are deleted."""
+    with closing(Reader(target, CLIENT)) as reader:
+        places = [(topic, part) for topic in CATALOG for part in range(_partitions(reader, topic))]
+        for (topic, _), (_, end) in reader.all_watermarks(places).items():
+            if end:
+                raise UsageError(f"{target.topic(topic)} has or had records: name a namespace that has never had any")
+
+
+def _fill(merge: TimeMerge, reader: Reader, until: float) -> None:
     for item in reader.read(READ_RECORDS, READ_SECONDS):
         place = item.topic, item.partition
         if place not in merge.open_places:
@@ -205,13 +210,11 @@ def _fill(merge: TimeMerge, reader: Reader, until: float, newest: dict[Place, fl
         if isinstance(item, EndOfPartition):
             merge.end(place)
             continue
-        at = item.timestamp_seconds if isinstance(item, Envelope) else newest.get(place, 0.0)
-        newest[place] = at
-        if at > until:
+        if item.timestamp_seconds > until:
             merge.end(place)
             reader.pause([place])
         else:
-            merge.add(TimedMessage(at, place, item.raw))
+            merge.add(TimedMessage(item.timestamp_seconds, place, item.raw))
 
 
 def _balance(merge: TimeMerge, reader: Reader, paused: set[Place]) -> set[Place]:

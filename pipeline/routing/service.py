@@ -12,7 +12,6 @@ Keeps true
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 from threading import Event
 
 import structlog
@@ -127,7 +126,7 @@ class RouterService:
         if self._context is None:
             settings, name = self._settings, self._name
             reader = Reader(settings.with_defaults(FETCH_AHEAD), name)
-            journal = JournalWriter(partial(Writer, settings, f"{name}-journal"))
+            journal = JournalWriter(settings, f"{name}-journal")
             self._context = RouterContext(
                 settings, self._config, name, self._membership, reader, Writer(settings, name), journal
             )

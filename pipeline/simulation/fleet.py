@@ -26,6 +26,7 @@ from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.router import Router
 from rose.pipeline.routing.turn_queue import ReceivedRequest
 from rose.pipeline.simulation.allocator import LOOK_SECONDS, Allocator
+from rose.pipeline.simulation.cell_log import CellLog
 from rose.pipeline.simulation.cost_model import CostModel, load_profile
 from rose.pipeline.simulation.engine import EngineRequest
 from rose.pipeline.simulation.events import EventQueue
@@ -61,9 +62,12 @@ class Cell:
 
     number: int
     router: Router | PolicyRouter
+    log: CellLog = field(default_factory=CellLog)
     down_until: float = 0.0
+    dead: bool = False
+    """Whether the router is lost, and another one will take the cell over at `down_until`."""
     backlog: list[Record | ReceivedRequest] = field(default_factory=list)
-    """Records that arrived while the router was down."""
+    """Records that arrived while the router was frozen, and are not handled yet."""
 
 
 class Fleet:
@@ -314,22 +318,33 @@ class Fleet:
             self._later(lambda: self.rollout.on_result(record))
 
     def _route(self, cell: Cell, event: Record | ReceivedRequest) -> None:
-        if self.events.now < cell.down_until:
+        cell.log.add(event)
+        if cell.dead:
+            return  # the next router reads it back, or begins with later heartbeats
+        if self.events.now < cell.down_until or cell.backlog:
             cell.backlog.append(event)
             return
+        self._decide(cell, event)
+
+    def _decide(self, cell: Cell, event: Record | ReceivedRequest) -> None:
         for decision in cell.router.on_event(event, self.events.now):
-            self._decided(decision)
+            self._decided(cell, decision)
 
     def _tick(self, cell: Cell) -> None:
         if self.events.now < cell.down_until:
             return
+        if cell.dead and isinstance(cell.router, Router):
+            cell.dead = False
+            for decision in cell.log.restore(cell.router, lambda: self.events.now):
+                self._decided(cell, decision)
         backlog, cell.backlog = cell.backlog, []
         for event in backlog:
-            self._route(cell, event)
+            self._decide(cell, event)
         for decision in cell.router.tick(self.events.now):
-            self._decided(decision)
+            self._decided(cell, decision)
 
-    def _decided(self, decision: TurnDispatch | TurnResult) -> None:
+    def _decided(self, cell: Cell, decision: TurnDispatch | TurnResult) -> None:
+        cell.log.add(decision)
         if isinstance(decision, TurnResult):
             self._later(lambda: self.rollout.on_result(decision))
             return
@@ -384,9 +399,9 @@ class Fleet:
         """Let something fail, and come back later."""
         self._coming.remove(failure)
         back = self.events.now + failure.for_seconds
-        if failure.what == "router_freezes":
+        if failure.what in ("router_freezes", "router_dies"):
             for cell in self.cells:
-                cell.down_until = back
+                self._stop_router(cell, back, dies=failure.what == "router_dies")
             return
         if failure.what == "link_slow":
             self._slow_links = 10.0
@@ -400,6 +415,16 @@ class Fleet:
             )
         for executor in chosen:
             self._fail_executor(failure, executor, back)
+
+    def _stop_router(self, cell: Cell, back: float, *, dies: bool) -> None:
+        """Let a router stand still; one that dies is replaced by another, which reads the log back.
+
+        The policies of comparisons read nothing back: they keep their state.
+        """
+        cell.down_until = max(back, cell.down_until)
+        if dies and isinstance(cell.router, Router):
+            cell.router, cell.dead = self._router(), True
+            cell.backlog.clear()
 
     def _restore_links(self) -> None:
         self._slow_links = 1.0

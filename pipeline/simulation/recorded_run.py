@@ -9,15 +9,18 @@ Keeps true
   room for.
 - An executor belongs to the fleet if it was there for at least half of the time.
 
+- Heartbeats of an executor that moved lie in the partitions of several cells. So each of its inboxes is followed by
+  itself, and the order between partitions does not matter.
+
 A fold over samples, outcomes and heartbeats, each partition in the order of the log. Pure.
 """
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from rose.pipeline.simulation.fitted_engine import ComputedTurn
@@ -42,7 +45,7 @@ LONGEST_GAP_SECONDS = 2.0
 
 
 class EngineKind(NamedTuple):
-    """What engines have in common that are simulated alike."""
+    """The features of engines that are simulated alike."""
 
     worker_class: WorkerClass
     device: str
@@ -50,6 +53,16 @@ class EngineKind(NamedTuple):
     max_turns: int
     kv_tokens: int
     kv_bytes_per_token: int
+
+
+class RecordedStep(NamedTuple):
+    """A training step."""
+
+    version: int
+    """The policy version that it published."""
+    figures: StepFigures
+    groups: list[str]
+    """Those of its groups that are simulated."""
 
 
 @dataclass(slots=True)
@@ -65,30 +78,37 @@ class _Trajectory:
     turns: list[TurnFigures]
     computed: list[ComputedTurn]
     hops: list[float]
-    """Seconds of each turn on the bus."""
+    """Seconds on the bus of each turn that one attempt has ended."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The heartbeats of an executor with one inbox."""
+
+    sent_at: float
+    version: int = -1
+    serving_busy: bool = False
+    busy_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What the heartbeats of an executor say."""
+    """The contents of the heartbeats of an executor."""
 
     worker_class: WorkerClass
-    sent_at: float
-    began_at: float
+    streams: dict[int, _Stream] = field(default_factory=dict)
+    """Its heartbeats by inbox."""
     device: str = ""
     devices: int = 1
     max_turns: int = 0
     kv_bytes_per_token: int = 1
     kv_bytes: int = 0
     """Largest KV memory."""
-    ready_seconds: float = 0.0
+    present_seconds: float = 0.0
     swap_seconds: float = 0.0
     """Seconds of all swaps of versions."""
-    version: int = -1
     waking_since: float | None = None
-    serving_busy: bool = False
-    busy_seconds: float = 0.0
-    seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
 
 
@@ -122,15 +142,16 @@ class RecordedRun:
 
     def _add_heartbeat(self, heartbeat: SlackHeartbeat) -> None:
         now = heartbeat.sent_at
-        worker = self._workers.setdefault(heartbeat.worker, _Worker(heartbeat.worker_class, now, now))
-        gap = now - worker.sent_at
+        worker = self._workers.setdefault(heartbeat.worker, _Worker(heartbeat.worker_class))
+        stream = worker.streams.setdefault(heartbeat.slot, _Stream(now))
+        gap = now - stream.sent_at
         if 0.0 < gap <= LONGEST_GAP_SECONDS:
-            worker.ready_seconds += gap
-            worker.seconds += gap
-            worker.busy_seconds += gap * worker.serving_busy
-        worker.sent_at = max(now, worker.sent_at)
+            worker.present_seconds += gap
+            stream.seconds += gap
+            stream.busy_seconds += gap * stream.serving_busy
+        stream.sent_at = max(now, stream.sent_at)
         serving = heartbeat.serving
-        worker.serving_busy = bool(serving.running or serving.waiting)
+        stream.serving_busy = bool(serving.running or serving.waiting)
         if heartbeat.paused_reason == WAKING and worker.waking_since is None:
             worker.waking_since = now
         if heartbeat.state is ExecutorState.READY:
@@ -141,22 +162,23 @@ class RecordedRun:
             worker.max_turns = max(worker.max_turns, heartbeat.max_turns)
             worker.kv_bytes = max(worker.kv_bytes, heartbeat.kv_bytes_total)
             worker.kv_bytes_per_token = max(1, heartbeat.kv_bytes_per_token)
-            self._served_at.setdefault(heartbeat.policy_version, now)
-            if heartbeat.policy_version != worker.version:
-                worker.version = heartbeat.policy_version
+            version = heartbeat.policy_version
+            self._served_at[version] = min(now, self._served_at.get(version, now))
+            if version != stream.version:
+                stream.version = version
                 self._swaps.append(heartbeat.swap_seconds)
                 worker.swap_seconds += heartbeat.swap_seconds
-        if worker.worker_class is WorkerClass.SERVING and worker.seconds >= ROW_SECONDS:
-            worker.rows.append(_row(worker, heartbeat))
-            worker.seconds = worker.busy_seconds = 0.0
+        if worker.worker_class is WorkerClass.SERVING and stream.seconds >= ROW_SECONDS:
+            worker.rows.append(_row(worker, stream, heartbeat))
+            stream.seconds = stream.busy_seconds = 0.0
 
     def groups(self) -> tuple[list[str], int]:
         """Return the groups of this stretch of time in the order of their first requests, and how many are left out."""
         found, left_out = [], 0
         for name, members in self._groups.items():
-            begins = [each.turns[0].requested_at for each in members.values() if each.turns]
+            begins = [each.turns[0].requested_at if each.turns else each.completed_at for each in members.values()]
             ends = [each.completed_at for each in members.values()]
-            if not begins or not self._since <= min(begins) or not max(ends) <= self._until:
+            if not self._since <= min(begins) or not max(ends) <= self._until:
                 continue
             whole = len(members) == next(iter(members.values())).group_size
             if whole and all(each.plan is not None for each in members.values()):
@@ -200,14 +222,14 @@ class RecordedRun:
         found: Counter[EngineKind] = Counter()
         for name, worker in self._workers.items():
             kind = self.kind(name)
-            if kind is not None and worker.ready_seconds >= PRESENT_SHARE * (end - begin):
+            if kind is not None and worker.present_seconds >= PRESENT_SHARE * (end - begin):
                 found[kind] += 1
         return found
 
     def swap_share(self, kind: EngineKind) -> float:
         """Return the share of the recorded time in which engines of a kind stood still for new versions."""
         workers = [worker for name, worker in self._workers.items() if self.kind(name) == kind]
-        seconds = sum(worker.ready_seconds for worker in workers)
+        seconds = sum(worker.present_seconds for worker in workers)
         return min(1.0, sum(worker.swap_seconds for worker in workers) / seconds) if seconds else 0.0
 
     def serving_share(self) -> float:
@@ -218,31 +240,35 @@ class RecordedRun:
 
     def load(self) -> dict[str, list[Row]]:
         """Return the load of each lending server, as `rose lend --observe --record` writes it."""
-        return {name: worker.rows for name, worker in self._workers.items() if worker.rows}
+        return {name: sorted(worker.rows) for name, worker in self._workers.items() if worker.rows}
 
-    def steps(self, groups: Sequence[str]) -> list[tuple[StepFigures, list[str]]]:
-        """Return the training steps that settled whole groups of these, with the groups, in order of time."""
+    def steps(self, groups: Sequence[str]) -> list[RecordedStep]:
+        """Return the training steps that settled whole groups of these, in order of time.
+
+        The log of a run that goes on may have some outcomes of a group already, and not the others yet.
+        """
         by_step: defaultdict[int, list[str]] = defaultdict(list)
         for group in groups:
-            settled = {record.step for name in self._groups[group] if (record := self._outcomes.get(name)) is not None}
-            if len(settled) == 1:
-                by_step[settled.pop()].append(group)
+            outcomes = [self._outcomes.get(name) for name in self._groups[group]]
+            settled = {None if record is None else record.step for record in outcomes}
+            if len(settled) == 1 and (step_number := settled.pop()) is not None:
+                by_step[step_number].append(group)
         found, before = [], 0.0
-        for _, members in sorted(by_step.items()):
+        for version, members in sorted(by_step.items()):
             trajectories = [each for group in members for each in self._groups[group].values()]
-            outcomes = [self._outcomes[each.name] for each in trajectories]
-            trained = {record.trajectory_id for record in outcomes if record.outcome is Outcome.TRAINED}
+            settlement = [self._outcomes[each.name] for each in trajectories]
+            trained = {record.trajectory_id for record in settlement if record.outcome is Outcome.TRAINED}
             begin = before or min(each.turns[0].requested_at for each in trajectories)
             step = StepFigures(
                 began_at=begin,
                 collected_at=max(begin, *(each.completed_at for each in trajectories)),
-                ended_at=max(record.recorded_at for record in outcomes),
+                ended_at=max(record.recorded_at for record in settlement),
                 tokens=sum(each.tokens for each in trajectories if each.name in trained),
                 trained=len(trained),
                 correct=sum(each.name in trained and bool(each.plan and each.plan.solved) for each in trajectories),
             )
             before = step.ended_at
-            found.append((step, members))
+            found.append(RecordedStep(version, step, members))
         return found
 
     def window_groups(self, groups: Sequence[str]) -> int:
@@ -260,34 +286,33 @@ class RecordedRun:
             most = max(most, now)
         return most
 
-    def plans(
-        self, groups: Sequence[str], steps: Sequence[tuple[StepFigures, Sequence[str]]], window: int
-    ) -> list[list[TrajectoryPlan]]:
-        """Return what the trajectories of each group did; `steps`: the training steps and their groups.
+    def plans(self, groups: Sequence[str], steps: Sequence[RecordedStep], window: int) -> list[list[TrajectoryPlan]]:
+        """Return what the trajectories of each group did.
 
-        The first turn comes as long after the moment at which the group could be opened as it did.
+        The first turn comes as long after the moment at which the group could be opened as it did. `window`: groups
+        that are open or wait for the trainer at once.
         """
         begin = min(turn.requested_at for turn in self.turns(groups))
-        room = list(accumulate((len(members) for _, members in steps), initial=window))
+        room = list(accumulate((len(step.groups) for step in steps), initial=window))
         found = []
         for number, group in enumerate(groups):
             behind = bisect_right(room, number)  # steps that must end before the group is opened
-            opened = steps[behind - 1][0].ended_at if 0 < behind <= len(steps) else begin
+            opened = steps[behind - 1].figures.ended_at if 0 < behind <= len(steps) else begin
             found.append([_from_opening(each, opened) for each in self.members(group)])
         return found
 
     def hop_seconds(self, groups: Sequence[str]) -> float:
-        """Return the mean time of a record on the bus."""
+        """Return the median time of a record on the bus: a router that was replaced delays few turns for seconds."""
         hops = [hop for group in groups for each in self._groups[group].values() for hop in each.hops]
-        return max(0.0, fmean(hops)) / RECORDS_OF_A_TURN
+        return max(0.0, median(hops)) / RECORDS_OF_A_TURN if hops else 0.0
 
-    def version_seconds(self, ends: Sequence[float]) -> tuple[float, float]:
+    def version_seconds(self, ends: Mapping[int, float]) -> tuple[float, float]:
         """Return the mean seconds from the end of a training step until an executor served its version, and of a swap.
 
-        `ends`: when the steps ended, in the order of the versions.
+        `ends`: when the steps ended, by the version that they published.
         """
-        served = sorted(self._served_at.values())
-        delays = [min(at for at in served if at >= end) - end for end in ends if served and served[-1] >= end]
+        served = self._served_at
+        delays = [max(0.0, served[version] - end) for version, end in ends.items() if version in served]
         return fmean(delays) if delays else 0.0, fmean(self._swaps) if self._swaps else 0.0
 
     def wake_seconds(self) -> float | None:
@@ -295,11 +320,11 @@ class RecordedRun:
         return fmean(self._wakes) if self._wakes else None
 
 
-def _row(worker: _Worker, heartbeat: SlackHeartbeat) -> Row:
+def _row(worker: _Worker, stream: _Stream, heartbeat: SlackHeartbeat) -> Row:
     return Row(
         unix_seconds=heartbeat.sent_at,
-        seconds=worker.seconds,
-        idle_seconds=max(0.0, worker.seconds - worker.busy_seconds),
+        seconds=stream.seconds,
+        idle_seconds=max(0.0, stream.seconds - stream.busy_seconds),
         running=heartbeat.serving.running,
         waiting=heartbeat.serving.waiting,
         kv_bytes_held=0,
@@ -309,7 +334,10 @@ def _row(worker: _Worker, heartbeat: SlackHeartbeat) -> Row:
 
 
 def on_the_bus(times: TurnTimes) -> float:
-    """Return the seconds of a turn on the bus: to the inbox, without the wait for room, and back to the worker."""
+    """Return the seconds of a turn on the bus: to the inbox, without the wait for room, and back to the worker.
+
+    `times`: of the first attempt, because a turn is queued anew before each attempt. Clocks that differ cancel out.
+    """
     there = times.queued_at - times.requested_at + times.received_at - times.dispatched_at
     return there + times.applied_at - times.finished_at
 
@@ -332,7 +360,7 @@ def _trajectory(sample: Sample) -> _Trajectory:
         completed_at=sample.completed_at,
         turns=[_figures(sample, turn) for turn in sample.turns],
         computed=[_computed(turn) for turn in sample.turns if turn.times.first_token_at],
-        hops=[on_the_bus(turn.times) for turn in sample.turns],
+        hops=[on_the_bus(turn.times) for turn in sample.turns if not turn.attempt],
     )
 
 

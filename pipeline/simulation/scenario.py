@@ -252,7 +252,8 @@ class Routing(Part, frozen=True, kw_only=True):
 class Failure(Part, frozen=True, kw_only=True):
     """Something that fails once."""
 
-    what: Literal["executors_die", "lenders_leave", "heartbeats_stop", "router_freezes", "link_slow"]
+    what: Literal["executors_die", "lenders_leave", "heartbeats_stop", "router_freezes", "router_dies", "link_slow"]
+    """`router_dies`: after `for_seconds` another router takes over and reads the log back."""
     at_seconds: Seconds
     share: Share = 0.5
     """Share of the engines that are affected."""

@@ -6,6 +6,7 @@ Keeps true
 - A synchronous trainer opens the groups of one step, trains when all are complete, and opens the next ones when the
   engines serve the new version. An asynchronous trainer keeps groups open for `max_staleness` further steps.
 - With `dapo`, a group without a signal is replaced by another one.
+- The steps of a recorded run have as many groups as they had: their numbers differ if groups were left out.
 
 Training takes `FLOPS_PER_TOKEN_AND_PARAMETER * parameters` floating-point operations a token, at a stated share of the
 peak of its GPUs.
@@ -129,7 +130,7 @@ class Trainer:
         return self._scenario.training.algorithm == "dapo"
 
     def _go_on(self) -> None:
-        if self.training:
+        if self.training or self.done:
             return
         needed = self._groups_of(self.version)
         while self._complete and len(self._batch) < needed:

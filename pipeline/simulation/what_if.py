@@ -1,4 +1,4 @@
-"""What if: the trajectories of a recorded run on the simulated fleet, as the fleet was and with changes.
+"""Answers to "what if": the trajectories of a recorded run on the simulated fleet, as it was and with changes.
 
 Keeps true
 - Both arms run the recorded trajectories. `recorded` has the fleet, the settings and the measured delays of the run;
@@ -26,7 +26,7 @@ from rose.pipeline.simulation.fitted_engine import WEIGHT_BYTES, ComputedTurn, F
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.pipeline.simulation.lender import HEADROOM_SHARE
-from rose.pipeline.simulation.recorded_run import EngineKind, RecordedRun
+from rose.pipeline.simulation.recorded_run import EngineKind, RecordedRun, RecordedStep
 from rose.pipeline.simulation.results import measured
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.scenario import (
@@ -139,7 +139,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
     if not groups:
         raise RoseError("no group began and ended in this time: give a longer stretch, or wait until groups have ended")
     steps = run.steps(groups)
-    per_step = max(1, round(sum(len(members) for _, members in steps) / len(steps))) if steps else len(groups)
+    per_step = max((len(step.groups) for step in steps), default=len(groups))
     turns = run.turns(groups)
     begin, end = min(turn.requested_at for turn in turns), max(turn.applied_at for turn in turns)
     present = run.fleet(begin, end)
@@ -150,9 +150,8 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         )
     fitted = _fit(run, present, settings.step_tokens)
     lent = max((kind for kind in present if _lends(kind)), key=lambda kind: present[kind], default=None)
-    figures = [step for step, _ in steps]
-    largest = max((len(members) for _, members in steps), default=per_step)
-    window = max(run.window_groups(groups) if steps else 0, per_step, largest)
+    figures = [step.figures for step in steps]
+    window = max(run.window_groups(groups) if steps else 0, per_step)
     scenario = Scenario(
         name=settings.name,
         dedicated=tuple(
@@ -161,7 +160,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         lending=None if lent is None else _lending(run, lent, present[lent], fitted[lent], settings, folder),
         users=None if lent is None else _users(run, lent.kv_tokens, folder),
         tasks=Tasks(groups=per_step, group_size=len(run.members(groups[0]))),
-        training=_training(run, figures, settings, window),
+        training=_training(run, steps, settings, window),
         elastic=Elastic(how="none" if lent is None else "lend"),
         control=msgspec.structs.replace(settings.control, known_wake_seconds=run.wake_seconds()),
         routing=Routing(max_lag_versions=settings.max_lag_versions),
@@ -177,7 +176,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
     return Replica(
         scenario=scenario,
         plans=run.plans(groups, steps, scenario.window_groups),
-        step_groups=[len(members) for _, members in steps] or [len(groups)],
+        step_groups=[len(step.groups) for step in steps] or [len(groups)],
         log=_figures(
             turns,
             counted,
@@ -187,7 +186,7 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         ),
         engines={f"{kind.worker_class.value} {kind.device}": each for kind, each in fitted.items()},
         left_out_groups=left_out,
-        left_out_executors=len({turn.worker for turn in turns}) - simulated,
+        left_out_executors=max(0, len({turn.worker for turn in turns}) - simulated),
     )
 
 
@@ -395,9 +394,9 @@ def _users(run: RecordedRun, kv_tokens: int, folder: Path) -> Users | None:
     )
 
 
-def _training(run: RecordedRun, steps: Sequence[StepFigures], settings: RunSettings, window: int) -> Training:
-    ends = [step.ended_at for step in steps]
-    transfer, swap = run.version_seconds(ends)
+def _training(run: RecordedRun, steps: Sequence[RecordedStep], settings: RunSettings, window: int) -> Training:
+    transfer, swap = run.version_seconds({step.version: step.figures.ended_at for step in steps})
+    trained = [step.figures.ended_at - step.figures.collected_at for step in steps]
     return Training(
         steps=max(1, len(steps)),
         mode="asynchronous",
@@ -405,7 +404,7 @@ def _training(run: RecordedRun, steps: Sequence[StepFigures], settings: RunSetti
         window_groups=window,
         parameters=1.0,
         gpus=TRAINER_DEVICES,
-        fixed_seconds=sum(step.ended_at - step.collected_at for step in steps) / max(1, len(steps)),
+        fixed_seconds=sum(trained) / max(1, len(trained)),
         delta_bytes_share=1.0,
         link_bytes_per_second=WEIGHT_BYTES / max(transfer, SHORTEST_TRANSFER),
         swap_seconds=swap,

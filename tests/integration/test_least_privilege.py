@@ -17,12 +17,14 @@ from rose.pipeline.cli.roles import announce_starts
 from rose.pipeline.config.settings import WARM_START
 from rose.pipeline.control.config import ControlConfig
 from rose.pipeline.control.service import run_control
+from rose.pipeline.journal import JournalWriter
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.pipeline.monitor.broker_probe import BrokerProbe
 from rose.pipeline.monitor.follower import RunFollower
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.service import run_router
 from rose.schemas.errors import RoseError
+from rose.schemas.journal import CoreJournal
 from rose.schemas.turns import TurnOutcome, TurnResult
 from rose.topics.acl import (
     ADMIN,
@@ -378,6 +380,22 @@ def test_role_starts_without_the_right_to_announce_its_start(
             ).close()
     finally:
         others.node.allow(others.name(role), [acl])
+
+
+def test_journal_without_the_right_to_write_names_it_and_delays_no_end(others: Users) -> None:
+    """A broker upgraded from 0.2.0 lacks this right, too."""
+    [write] = [acl for acl in acls(ROUTER, others.namespace) if acl in TO_RECORD]
+    record = CoreJournal(core="router-0", cell=0, began_at=1, sequence=0)
+    others.node.forbid(others.name(ROUTER), write)
+    try:
+        with closing(JournalWriter(others.settings(ROUTER), "router-0-journal")) as journal:
+            journal(record)
+            journal.flush()
+            for _ in range(2):
+                with pytest.raises(RoseError, match=f"this client has no right to {write}"):
+                    journal(record)
+    finally:
+        others.node.allow(others.name(ROUTER), [write])
 
 
 def named(acl: Acl) -> str:

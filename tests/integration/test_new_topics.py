@@ -2,11 +2,12 @@
 
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import NewPartitions
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewPartitions, ResourceType
 
 from rose.topics.admin import connect, create_topics, find_drift
 from rose.topics.catalog import GROUPS, OUTCOMES, PROMPTS, Retention
@@ -15,7 +16,7 @@ from rose.topics.queries import watermarks_of
 from rose.topics.reader import Reader
 from rose.topics.writer import Writer
 from tests.golden.examples import PROMPT
-from tests.support.brokers import AnyBroker
+from tests.support.brokers import EMBEDDED, AnyBroker, start
 from tests.support.bus_fixtures import PARTITIONS, with_topics
 
 
@@ -66,3 +67,20 @@ def test_deleted_topic_exists_after_its_creation(broker: AnyBroker, namespace: s
         with closing(Writer(settings, "test")) as writer:
             writer.write(PROMPTS, PROMPT, key=PROMPT.group_id, partition=0)
             writer.flush()
+
+
+def test_writer_makes_no_topic_on_a_broker_that_makes_topics_on_first_use(tmp_path: Path) -> None:
+    with start(EMBEDDED, tmp_path) as own:
+        settings = own.settings("own.")
+        admin = connect(settings)
+        name = ConfigEntry("auto.create.topics.enable", "true", incremental_operation=AlterConfigOpType.SET)
+        broker_id = next(iter(admin.list_topics(timeout=10.0).brokers))
+        resource = ConfigResource(ResourceType.BROKER, str(broker_id), incremental_configs=[name])
+        for altered in admin.incremental_alter_configs([resource]).values():
+            altered.result()
+        with closing(Writer(settings, "test")) as writer:
+            writer.write(PROMPTS, PROMPT, key="g", partition=0)
+            with pytest.raises(TopicMissing):
+                writer.partition_count(PROMPTS)
+            writer.poll(1.0)
+        assert settings.topic(PROMPTS) not in admin.list_topics(timeout=10.0).topics

@@ -5,22 +5,32 @@ from contextlib import closing
 from functools import partial
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from rose.pipeline.replay.decisions import CoreReplay, replay_core
-from rose.pipeline.replay.recorded_cores import KafkaLog, read_recorded_cores
-from rose.schemas.grants import CapacityGrant
+from rose.pipeline.replay.recorded_cores import (
+    KafkaLog,
+    RecordedCore,
+    read_recorded_cores,
+    unjournaled_decisions,
+)
+from rose.schemas.grants import CapacityGrant, GrantSource, grant_key
 from rose.schemas.heartbeats import ExecutorState, WorkerClass
-from rose.schemas.journal import EntryKind
-from rose.schemas.turns import TurnOutcome
+from rose.schemas.journal import EntryKind, JournalDecision
+from rose.schemas.turns import FENCING_KEY, TurnOutcome
 from rose.topics.admin import create_topics
-from rose.topics.catalog import GRANTS
+from rose.topics.catalog import COMPLETED, DISPATCHED, GRANTS, JOURNAL, Partitions
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.settings import BusSettings
+from rose.topics.writer import Writer
 from tests.support.brokers import AnyBroker
 from tests.support.roles import kill, role_process, stop
 from tests.support.router_process_fixtures import PARTITIONS, RouterHarness, router_process
+from tests.support.routing_fixtures import dispatched, request, result
 
 pytestmark = pytest.mark.slow
+
+TWO_CELLS = Partitions(home=2, slots=2, samples=1, chunks=1, cells=2)
 
 
 @pytest.fixture
@@ -115,3 +125,39 @@ def test_grants_of_the_control_app_are_repeated(bus: RouterHarness) -> None:
         "control-0": ([], ""),
     }
     assert by_core["control-0"].compared >= 3
+
+
+def test_decisions_of_every_kind_that_no_journal_names_are_counted(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+    dispatch = dispatched(request("g0:0"))
+    granted = CapacityGrant(worker="w0", lend=True, kv_bytes=0, token_budget=0, granted_at=1.0, lease_seconds=5.0)
+    with closing(Writer(settings, "test")) as writer:
+        writer.tombstone(DISPATCHED, key=FENCING_KEY, partition=0)
+        for _ in range(2):
+            writer.write(DISPATCHED, dispatch, key="g0:0", partition=0)
+        for outcome in (TurnOutcome.COMPLETED, TurnOutcome.FAILED):
+            writer.write(COMPLETED, result(dispatch, outcome), key="g0:0", partition=0)
+        for source in GrantSource:
+            writer.write(GRANTS, granted, key=grant_key("w0", source), partition=0)
+        writer.flush()
+    core = RecordedCore("router-0", 0, began_at=0, journaled=[JournalDecision(EntryKind.DISPATCH, 0, 1)])
+    assert unjournaled_decisions(settings, [core], 0.0, float("inf")) == 4, "a dispatch, a failed turn and two grants"
+    assert unjournaled_decisions(settings, [core], 0.0, 1.0) == 0
+
+
+def test_router_of_a_log_without_the_journal_topic_routes_and_stops(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, TWO_CELLS)
+    admin = AdminClient(settings.client("test"))
+    for deleted in admin.delete_topics([settings.topic(JOURNAL)]).values():
+        deleted.result()
+    bus = RouterHarness(settings, TWO_CELLS)
+    with closing(bus), router_process(settings) as router:
+        for worker in range(2):
+            bus.beat(worker)
+        for number in range(2):
+            bus.ask(f"g{number}:0", home=number)
+        bus.until_dispatched(2)
+        bus.go_on(3.0)
+        stop(router)

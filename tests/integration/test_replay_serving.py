@@ -1,15 +1,18 @@
 """Recorded records are served again in a scratch namespace on a real broker."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from rose.pipeline.replay.serving import RecordServer, scratch_settings
 from rose.schemas.errors import UsageError
 from rose.schemas.record import Record
 from rose.topics.admin import create_topics
-from rose.topics.catalog import GRANTS, HEARTBEATS, REQUESTED, Topic
+from rose.topics.catalog import GRANTS, HEARTBEATS, JOURNAL, PROMPTS, REQUESTED, Topic
 from rose.topics.log_reader import read_keyed_messages, topic_starts
+from rose.topics.records import RawMessage
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from tests.support.brokers import EMBEDDED, AnyBroker, flags
@@ -60,8 +63,40 @@ def test_served_records_keep_topic_partition_key_headers_and_order(source: BusSe
     for topic in TOPICS:
         assert messages(target, topic) == messages(source, topic)
     assert ("own", b"kept") in messages(target, HEARTBEATS)[0][0].headers  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="has records already: name a namespace that has none"):
+    with pytest.raises(UsageError, match="has or had records: name a namespace that has never had any"):
         RecordServer(source, target, TOPICS)
+
+
+def test_namespace_of_another_run_is_refused_and_unchanged_whichever_topics_are_served(source: BusSettings) -> None:
+    """The other run has more partitions, no grants, and records in its last partition alone."""
+    other = scratch_settings(source, f"{source.namespace}other.")
+    create_topics(other, replace(PARTITIONS, cells=3))
+    admin = AdminClient(other.client("test"))
+    admin.delete_topics([other.topic(JOURNAL)])[other.topic(JOURNAL)].result()
+    writer = Writer(other, "test")
+    put(writer, HEARTBEATS, heartbeat(0), "w0", 2)
+    writer.flush()
+    writer.close()
+    with pytest.raises(UsageError, match="has or had records"):
+        RecordServer(source, other, [GRANTS])
+    assert other.topic(JOURNAL) not in admin.list_topics(timeout=10.0).topics
+    assert messages(other, GRANTS) == {}
+
+
+def test_record_that_does_not_decode_is_served_at_its_time(source: BusSettings) -> None:
+    """It is the first record of its partition, so no record before it tells the time."""
+    writer = Writer(source, "test")
+    spoiled = RawMessage(b"g", b"no record", (("own", b"kept"),))
+    writer.forward(PROMPTS, spoiled, partition=0, key=b"g")
+    writer.flush()
+    writer.close()
+    target = scratch_settings(source, f"{source.namespace}spoiled.")
+    looks = iter([False] * 1_000)
+    served = RecordServer(source, target, [PROMPTS, GRANTS]).serve(
+        0.0, float("inf"), FAST, on_progress=lambda *_: None, should_stop=lambda: next(looks, True)
+    )
+    assert (served, next(looks, True)) == (2, False), "it ended by itself"
+    assert messages(target, PROMPTS) == {0: [spoiled]}
 
 
 def test_only_the_named_topics_and_times_are_served(source: BusSettings) -> None:

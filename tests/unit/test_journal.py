@@ -1,15 +1,19 @@
 """The journal of a core: what is written, when, and what a reader makes of a journal with gaps."""
 
+import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import structlog
 
 from rose.pipeline import journal as journal_module
-from rose.pipeline.journal import JournalRecorder
+from rose.pipeline.journal import JournalRecorder, JournalWriter
 from rose.pipeline.replay.recorded_cores import recorded_cores
 from rose.schemas.errors import RoseError
 from rose.schemas.journal import CoreJournal, EntryKind, JournalDecision, RestoredRange
+from rose.schemas.wire import encode
+from rose.topics.settings import BusSettings
 
 FIRST = CoreJournal(core="router-0", cell=0, began_at=0, sequence=0, settings={"max_attempts": 8.0})
 
@@ -78,7 +82,7 @@ def test_large_batch_takes_several_records_and_is_read_as_one(
     (batch,) = core.batches
     assert [entry.offset for entry in batch.inputs] == [each.offset for each in batch.decisions] == list(range(25))
     (cut,) = recorded_cores(written[:2])
-    assert cut.batches == [], "a batch without its end is not used"
+    assert (cut.batches, cut.gap) == ([], "the end of its last batch is not on the log")
 
 
 def test_restored_records_are_kept_in_the_order_in_which_they_were_read(
@@ -111,3 +115,51 @@ def test_cores_with_a_gap_are_used_up_to_the_gap(recorder: JournalRecorder, writ
         recorder.write_due()
     (gapped,) = recorded_cores([written[0], written[1], written[3]])
     assert (len(gapped.batches), gapped.gap) == (2, "record 2 of its journal is missing")
+
+
+def test_decision_that_is_never_stored_ends_the_journal_before_the_inputs_fill_the_memory(
+    recorder: JournalRecorder, written: list[CoreJournal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_WAITING_INPUTS", 10)
+    recorder.decide(EntryKind.DISPATCH)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(30):
+            recorder.take(EntryKind.TICK)
+            recorder.write_due()
+    assert [each["event"] for each in logs] == ["journal_ended"]
+    assert written == [] and not recorder.awaits_decisions
+
+
+def test_journal_awaits_decisions_until_each_is_stored(recorder: JournalRecorder) -> None:
+    recorder.take(EntryKind.TICK)
+    stored = recorder.decide(EntryKind.GRANT)
+    recorder.write_due()
+    recorder.take(EntryKind.TICK)
+    assert recorder.awaits_decisions
+    stored(0, 5)
+    assert not recorder.awaits_decisions
+
+
+def test_inputs_that_are_written_do_not_count_as_waiting(
+    recorder: JournalRecorder, written: list[CoreJournal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_WAITING_INPUTS", 10)
+    for _ in range(30):
+        recorder.take(EntryKind.TICK)
+        recorder.decide(EntryKind.DISPATCH)(0, 0)
+        recorder.write_due()
+    assert len(written) == 30
+
+
+def test_journal_waits_for_no_broker_and_ends_when_too_much_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(journal_module, "MAX_UNSTORED_BYTES", 10 * len(encode(FIRST)))
+    silent = socket.create_server(("127.0.0.1", 0))
+    settings = BusSettings(f"127.0.0.1:{silent.getsockname()[1]}")
+    with silent, closing(JournalWriter(settings, "test-journal")) as journal:
+        for _ in range(10):
+            journal(FIRST)
+        for _ in range(2):
+            with pytest.raises(RoseError, match="has not stored the last"):
+                journal(FIRST)
+        journal.flush()

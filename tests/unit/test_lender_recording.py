@@ -1,5 +1,6 @@
 """Recordings of an observed server: rows are differences, files survive restarts, and other files are refused."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,31 @@ def test_recording_that_can_no_longer_be_written_ends_in_one_sentence(tmp_path: 
     file.mkdir()
     with pytest.raises(RoseError, match="cannot be written: Is a directory"):
         recording.on_report(report(10.0, 0.0))
+
+
+def test_row_of_which_a_part_was_written_ends_the_recording_and_is_cut_off_later(tmp_path: Path) -> None:
+    file = tmp_path / "day.csv"
+    recording = Recording(file)
+    recording.on_report(report(0.0, 0.0))
+    recording.on_report(report(10.0, 1.0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 8, hard))
+    try:
+        with pytest.raises(RoseError, match="cannot be written: No space left"):
+            recording.on_report(report(20.0, 2.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    record(file, report(40.0, 20.0), report(50.0, 21.0))
+    assert [row.idle_seconds for row in read_recording(file)] == [1.0, 1.0]
+
+
+def test_file_that_is_moved_away_is_followed_by_a_recording_with_a_header(tmp_path: Path) -> None:
+    file = tmp_path / "day.csv"
+    recording = Recording(file)
+    recording.on_report(report(0.0, 0.0))
+    file.rename(tmp_path / "yesterday.csv")
+    recording.on_report(report(10.0, 1.0))
+    assert len(read_recording(file)) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Replay of a captured log: the same decisions, a changed constant, and records that are gone."""
 
+import math
+
 import pytest
 
 from rose.pipeline.replay.decisions import CoreReplay, replay_core
@@ -7,7 +9,7 @@ from rose.pipeline.replay.differences import describe_replays
 from rose.pipeline.replay.recorded_cores import recorded_cores
 from rose.pipeline.routing import placement, router
 from rose.schemas.turns import TurnDispatch
-from rose.topics.catalog import HEARTBEATS, JOURNAL, REQUESTED
+from rose.topics.catalog import COMPLETED, HEARTBEATS, JOURNAL, REQUESTED
 from tests.support.captured_log import CapturedLog
 
 
@@ -73,8 +75,19 @@ def test_replay_ends_at_the_first_record_that_is_gone_and_names_it(topic: object
     assert "is not on the log any more" in replay.gap and replay.gap in text(replay)
 
 
+@pytest.mark.parametrize("partition", [0, 1])
+@pytest.mark.parametrize("before", range(1, 40, 3))
+def test_decisions_before_a_record_that_is_gone_are_compared_and_do_not_differ(partition: int, before: int) -> None:
+    log = CapturedLog()
+    log.drop(COMPLETED, partition, before=before)
+    replay = replayed(log)
+    assert (replay.differences, bool(replay.gap)) == ([], True)
+
+
 def test_core_whose_start_is_gone_is_not_compared() -> None:
     log = CapturedLog()
     log.drop(JOURNAL, 0, before=2)
     replay = replayed(log)
     assert (replay.compared, replay.gap) == (0, "its start is not on the log any more")
+    assert replay.core.ended_at == math.inf, "it may have decided at any time since its start"
+    assert replay.core.journaled

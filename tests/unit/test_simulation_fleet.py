@@ -6,8 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from rose.pipeline.routing.router import Router
 from rose.pipeline.simulation.fleet import Fleet
 from rose.schemas.errors import UsageError
+from rose.schemas.heartbeats import SlackHeartbeat
 from tests.support.simulation_fixtures import PROFILE, scenario
 
 LENDING: dict[str, Any] = {
@@ -16,7 +18,7 @@ LENDING: dict[str, Any] = {
     "users": {"busy": 0.1},
 }
 ROUTING = ["rose", "round_robin", "session", "least_load"]
-FAILURES = ["executors_die", "lenders_leave", "heartbeats_stop", "router_freezes", "link_slow"]
+FAILURES = ["executors_die", "lenders_leave", "heartbeats_stop", "router_freezes", "router_dies", "link_slow"]
 
 
 def run(**changes: Any) -> Fleet:
@@ -83,6 +85,33 @@ def test_failure_that_fails_nothing_is_refused(failure: dict[str, Any], sentence
     """An arm with such a failure would seem to recover."""
     with pytest.raises(UsageError, match=sentence):
         Fleet(scenario(failures=[failure], training={"steps": 1})).run()
+
+
+@pytest.mark.parametrize("what", ["router_freezes", "router_dies"])
+def test_router_that_stood_still_meets_the_records_of_an_executor_in_order(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: dict[tuple[str, int], list[float]] = {}
+    on_event = Router.on_event
+
+    def noted(router: Router, event: Any, now: float) -> list[Any]:
+        if isinstance(event, SlackHeartbeat):
+            met.setdefault((event.worker, event.incarnation), []).append(event.sent_at)
+        return on_event(router, event, now)
+
+    monkeypatch.setattr(Router, "on_event", noted)
+    times_of_failures = (3.01, 6.03, 9.05, 12.07, 15.09)
+    run(failures=[{"what": what, "at_seconds": at, "for_seconds": 2.06} for at in times_of_failures])
+    assert met and all(times == sorted(times) for times in met.values())
+
+
+def test_router_that_takes_a_cell_over_knows_the_turns_that_run() -> None:
+    """A turn that an executor holds ends there, and no turn is computed twice."""
+    failures = [{"what": "router_dies", "at_seconds": at, "for_seconds": 4.0} for at in (5.0, 12.0)]
+    fleet = run(failures=failures, training={"steps": 1})
+    assert {turn.attempts for turn in fleet.rollout.turns} == {1}
+    asked_meanwhile = [turn for turn in fleet.rollout.turns if 5.0 < turn.requested_at < 8.0]
+    assert asked_meanwhile and all(turn.dispatched_at >= 9.0 for turn in asked_meanwhile)
 
 
 def test_every_executor_takes_turns_again_after_a_failure() -> None:

@@ -256,6 +256,90 @@ def test_group_that_is_not_whole_on_the_log_is_left_out(tmp_path: Path) -> None:
     assert replica_of(recorded, SETTINGS, Usage([], {}, [], []), tmp_path).left_out_groups == 1
 
 
+def test_run_with_failed_groups_is_simulated_with_as_many_groups_in_each_step(tmp_path: Path) -> None:
+    first = next(record for record in recorded_run() if isinstance(record, Sample))
+    recorded = replica(
+        (
+            msgspec.structs.replace(each, failure="its environment crashed", reward=None, success=None, turns=())
+            if isinstance(each, Sample) and each.group_id == first.group_id
+            else each
+            for each in recorded_run()
+        ),
+        tmp_path,
+    )
+    assert (recorded.left_out_groups, recorded.step_groups) == (1, [3, 4, 4, 4])
+    simulated = recorded.simulate(recorded.scenario)
+    simulated.run()
+    assert simulated.rollout.opened == 15 and len(simulated.trainer.figures.steps) == 4
+
+
+def test_groups_of_several_sizes_are_simulated(tmp_path: Path) -> None:
+    first = next(record for record in recorded_run() if isinstance(record, Sample))
+    smaller = (
+        msgspec.structs.replace(each, group_size=5)
+        if isinstance(each, Sample) and each.group_id == first.group_id
+        else each
+        for each in recorded_run()
+        if getattr(each, "trajectory_id", "") != f"{first.group_id}:5"
+    )
+    recorded = replica(smaller, tmp_path)
+    simulated = recorded.simulate(recorded.scenario)
+    simulated.run()
+    assert simulated.rollout.finished == 16 * 6 - 1
+
+
+def test_group_with_some_outcomes_on_the_log_belongs_to_no_step_yet(tmp_path: Path) -> None:
+    records = list(recorded_run())
+    last = max(number for number, each in enumerate(records) if isinstance(each, SampleOutcome))
+    assert replica((*records[:last], *records[last + 1 :]), tmp_path).step_groups == [4, 4, 4, 3]
+
+
+def test_time_of_the_bus_is_not_that_of_a_turn_that_is_queued_again(tmp_path: Path) -> None:
+    """A turn is queued anew before each attempt, and a new router queues all turns anew."""
+
+    def delayed(sample: Sample, *, attempt: int) -> Sample:
+        turn = sample.turns[0]
+        times = msgspec.structs.replace(turn.times, requested_at=turn.times.requested_at - 100.0)
+        return msgspec.structs.replace(
+            sample, turns=(msgspec.structs.replace(turn, times=times, attempt=attempt), *sample.turns[1:])
+        )
+
+    undisturbed = replica(recorded_run(), tmp_path).scenario.hop_seconds
+    again = (delayed(each, attempt=1) if isinstance(each, Sample) else each for each in recorded_run())
+    assert replica(again, tmp_path).scenario.hop_seconds == pytest.approx(undisturbed, rel=0.01)
+    samples = (each.trajectory_id for each in recorded_run() if isinstance(each, Sample))
+    one = next(samples)
+    replaced = (
+        delayed(each, attempt=0) if isinstance(each, Sample) and each.trajectory_id == one else each
+        for each in recorded_run()
+    )
+    assert replica(replaced, tmp_path).scenario.hop_seconds == pytest.approx(undisturbed, rel=0.01)
+
+
+def test_executor_that_moved_between_cells_belongs_to_the_fleet_in_whichever_order_the_cells_are_read(
+    tmp_path: Path,
+) -> None:
+    """Heartbeats lie in the partition of the cell that the executor was in."""
+    beats = [each for each in recorded_run() if isinstance(each, SlackHeartbeat)]
+    others = [each for each in recorded_run() if not isinstance(each, SlackHeartbeat)]
+    end = max(each.sent_at for each in beats)
+    moved = [
+        msgspec.structs.replace(each, slot=1) if ORIGIN + 40.0 < each.sent_at < end - 40.0 else each for each in beats
+    ]
+    in_order = sorted(moved, key=lambda each: each.slot)
+    for found in (in_order, sorted(moved, key=lambda each: -each.slot)):
+        assert [pool.count for pool in replica([*others, *found], tmp_path).scenario.dedicated] == [2]
+
+
+def test_version_is_followed_by_its_number_when_the_clocks_differ() -> None:
+    run = RecordedRun(0.0, float("inf"))
+    for version, served_at in ((1, 9.9), (2, 40.2)):  # by a clock that is 0.3 s behind the trainer's
+        beat = heartbeat("w0", served_at, max_turns=2, kv_tokens=100)
+        run.add(msgspec.structs.replace(beat, policy_version=version))
+    transfer, _ = run.version_seconds({1: ORIGIN + 10.0, 2: ORIGIN + 40.0})
+    assert transfer == pytest.approx(0.1)
+
+
 @given(
     step=st.floats(1e-3, 1e-1),
     sequence=st.floats(0.0, 1e-3),

@@ -9,6 +9,7 @@ Keeps true
 Ten seconds a row make about half a megabyte a day.
 """
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -189,5 +190,11 @@ MAX_LINE_BYTES = 4096
 
 
 def _append(file: Path, line: str) -> None:
+    """Append a line, and the header before it if the file was moved away meanwhile.
+
+    Raises OSError, also if there was room for a part of the line: the next row would follow that part.
+    """
     with file.open("ab", buffering=0) as opened:
-        opened.write(line.encode())
+        written = line.encode() if opened.tell() else f"{HEADER}\n{line}".encode()
+        if opened.write(written) < len(written):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
