@@ -163,6 +163,8 @@ class RecordServer:
             pace = pace or Pace(message.at, time.monotonic(), speed)
             while (wait := pace.wait_seconds(message.at, time.monotonic())) > 0 and not should_stop():
                 writer.poll(min(wait, POLL_SECONDS))
+            if wait > 0:
+                break  # it was asked to stop before the record was due
             topic, partition = message.place
             writer.forward(topic, message.raw, partition=partition, key=message.raw.key)
             writer.poll()

@@ -1,5 +1,6 @@
 """Recorded records are served again in a scratch namespace on a real broker."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,23 @@ def test_namespace_of_another_run_is_refused_and_unchanged_whichever_topics_are_
         RecordServer(source, other, [GRANTS])
     assert other.topic(JOURNAL) not in admin.list_topics(timeout=10.0).topics
     assert messages(other, GRANTS) == {}
+
+
+def test_record_that_is_not_due_when_the_command_is_stopped_is_not_served(source: BusSettings) -> None:
+    target = scratch_settings(source, f"{source.namespace}stopped.")
+    with closing(Writer(source, "test")) as later:
+        put(later, HEARTBEATS, heartbeat(0, sequence=3_000), "w0", 0)
+        later.flush()
+    stamps = [each.timestamp_seconds for each in read_keyed_messages(source, topic_starts(source, [HEARTBEATS]))]
+    at_once, served, looks = stamps.count(min(stamps)), [0], iter((False, False))
+    RecordServer(source, target, [HEARTBEATS]).serve(
+        0.0,
+        float("inf"),
+        1e-9,
+        on_progress=lambda count, _: served.append(count),
+        should_stop=lambda: served[-1] >= at_once and next(looks, True),
+    )
+    assert len(messages(target, HEARTBEATS)[0]) == at_once < len(stamps)
 
 
 def test_record_that_does_not_decode_is_served_at_its_time(source: BusSettings) -> None:
