@@ -219,7 +219,7 @@ VIEW = Role(
         **_LOG_READER,
     },
 )
-"""Commands that only read a run: watch, status, why, audit, replay, report, and the list of dead letters."""
+"""Commands that only read a run: watch, status, why, audit, replay, report, samples, and the list of dead letters."""
 
 REPLAY = Role(
     name="replay",

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rose.pipeline.cli.samples import samples
 from rose.pipeline.cli.simulator import calibrate, estimate, simulate
 from rose.pipeline.cli.topics import topics
 from rose.pipeline.config.options import Common, keep_docstring, with_common
@@ -42,6 +43,7 @@ app = typer.Typer(
 dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
+app.add_typer(samples, name="samples", rich_help_panel=LOOKING)
 
 
 def number_option(help_text: str) -> Any:

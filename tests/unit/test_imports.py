@@ -29,6 +29,7 @@ COMMAND = (
     "rose.pipeline.report",
     "rose.pipeline.simulation",
     "rose.pipeline.local",
+    "rose.pipeline.samples",
     "rose.pipeline.cli",
     "rose.pipeline.observability",
 )
