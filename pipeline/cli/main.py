@@ -16,6 +16,7 @@ import typer
 from rose.pipeline.cli.samples import samples
 from rose.pipeline.cli.simulator import calibrate, estimate, simulate
 from rose.pipeline.cli.topics import topics
+from rose.pipeline.cli.track import track
 from rose.pipeline.config.options import Common, keep_docstring, with_common
 from rose.pipeline.terminal import (
     WaitNotice,
@@ -465,6 +466,7 @@ def report(common: Common) -> None:
 app.command(rich_help_panel=LOOKING)(simulate)
 app.command(rich_help_panel=LOOKING)(estimate)
 app.command(rich_help_panel=LOOKING)(calibrate)
+app.command(rich_help_panel=LOOKING)(track)
 
 
 @app.command("config", rich_help_panel=LOOKING)

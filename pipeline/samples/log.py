@@ -32,6 +32,9 @@ CLIENT = "rose-samples"
 WAITING = "waiting"
 """Name in place of an outcome for a sample that has none."""
 
+PREFETCH_SETTINGS = {"fetch.max.bytes": 8 * 1024 * 1024, "queued.max.messages.kbytes": 8 * 1024}
+"""Settings of librdkafka that bound what it reads ahead. A sample may have megabytes."""
+
 CLOCKS_APART_SECONDS = 3600.0
 """Largest difference between the clocks that set `completed_at` of a sample and the timestamp of its record."""
 
@@ -152,7 +155,7 @@ def _samples(settings: BusSettings, wanted: SampleFilter) -> Iterator[Sample]:
         with closing(Reader(settings, CLIENT)) as reader:
             begins = reader.offsets_at(list(begins), wanted.since - CLOCKS_APART_SECONDS)
     name = None if wanted.group is None else wanted.group.encode()
-    for message in read_keyed_messages(settings, begins, client_id=CLIENT):
+    for message in read_keyed_messages(settings, begins, client_id=CLIENT, prefetch_settings=PREFETCH_SETTINGS):
         if (message.partition, message.offset) in dead or (name is not None and name not in (message.raw.value or b"")):
             continue  # a record without the name of the group need not be decoded
         sample = _decoded(Sample, message)

@@ -30,6 +30,7 @@ COMMAND = (
     "rose.pipeline.simulation",
     "rose.pipeline.local",
     "rose.pipeline.samples",
+    "rose.pipeline.tracking",
     "rose.pipeline.cli",
     "rose.pipeline.observability",
 )
