@@ -116,7 +116,6 @@ def test_tensorboard_replaces_a_step_that_grew(tmp_path: Path) -> None:
 def test_mlflow_has_a_repeated_step_once_and_goes_on_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("sqlalchemy", reason="MLflow's database needs the package mlflow")
     tracking = pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     write("mlflow", tmp_path, point(1), point(2), closes=False)
