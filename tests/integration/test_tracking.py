@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -16,9 +17,11 @@ from rose.topics.catalog import OUTCOMES, SAMPLES, TRACKER_PREFIX
 from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from tests.integration.test_command_log import common
-from tests.support.brokers import AnyBroker
+from tests.support.brokers import AnyBroker, flags
 from tests.support.log_fixtures import PARTITIONS, Log
+from tests.support.rose_command import Rose
 from tests.support.sample_fixtures import sample
+from tests.support.waiting import until
 
 
 class Recorder:
@@ -160,6 +163,33 @@ def test_tensorboard_has_each_step_once_after_a_second_start(
     assert [(each.step, each.wall_time, each.value) for each in read.Scalars("reward_mean")] == [
         (step, 100.0 + step, 0.5) for step in (1, 2, 3)
     ]
+
+
+@pytest.mark.slow
+def test_killed_processes_leave_each_step_once(log: Log, broker_kind: str, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    rose, folder, step = Rose(broker_kind, tmp_path), tmp_path / "events", 0
+    command = ("track", "--to", "tensorboard", "--folder", str(folder), *flags(log.settings))
+
+    def scalars() -> list[tuple[int, float]]:
+        read = events.EventAccumulator(str(folder))
+        read.Reload()
+        found = read.Scalars("reward_mean") if read.Tags()["scalars"] else []
+        return [(each.step, each.value) for each in found]
+
+    def is_written(last: int) -> bool:
+        return folder.exists() and any(number == last for number, _ in scalars())
+
+    for _ in range(3):
+        with rose.start(*command) as process:
+            for _ in range(3):
+                step += 1
+                finish(log, f"g{step}", [float(step), 0.0])
+                settle(log, f"g{step}", 2, step)
+            until(partial(is_written, step))
+            process.kill()  # about when it commits
+    rose(*command, "--once")
+    assert scalars() == [(number, number / 2) for number in range(1, step + 1)]
 
 
 def test_folder_for_another_tracker_and_bad_names_are_refused(log: Log, tmp_path: Path) -> None:
