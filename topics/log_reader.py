@@ -43,6 +43,11 @@ BATCH = 500
 POLL_SECONDS = 0.5
 """Longest wait of one poll."""
 
+LARGE_RECORDS: Mapping[str, Any] = MappingProxyType(
+    {"fetch.max.bytes": 8 * 1024 * 1024, "queued.max.messages.kbytes": 8 * 1024}
+)
+"""Settings of librdkafka that bound what it reads ahead, for topics whose records have up to megabytes."""
+
 NamedPlace = tuple[str, int]
 """A topic's name on the broker, and one of its partitions."""
 

@@ -21,7 +21,7 @@ from rose.schemas.samples import Sample, SampleOutcome
 from rose.schemas.wire import decode
 from rose.topics.catalog import OUTCOMES, SAMPLES
 from rose.topics.dead_letters import dead_lettered_places
-from rose.topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
+from rose.topics.log_reader import LARGE_RECORDS, KeyedMessage, read_keyed_messages, topic_starts
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
 
@@ -31,9 +31,6 @@ CLIENT = "rose-samples"
 
 WAITING = "waiting"
 """Name in place of an outcome for a sample that has none."""
-
-PREFETCH_SETTINGS = {"fetch.max.bytes": 8 * 1024 * 1024, "queued.max.messages.kbytes": 8 * 1024}
-"""Settings of librdkafka that bound what it reads ahead. A sample may have megabytes."""
 
 CLOCKS_APART_SECONDS = 3600.0
 """Largest difference between the clocks that set `completed_at` of a sample and the timestamp of its record."""
@@ -155,7 +152,7 @@ def _samples(settings: BusSettings, wanted: SampleFilter) -> Iterator[Sample]:
         with closing(Reader(settings, CLIENT)) as reader:
             begins = reader.offsets_at(list(begins), wanted.since - CLOCKS_APART_SECONDS)
     name = None if wanted.group is None else wanted.group.encode()
-    for message in read_keyed_messages(settings, begins, client_id=CLIENT, prefetch_settings=PREFETCH_SETTINGS):
+    for message in read_keyed_messages(settings, begins, client_id=CLIENT, prefetch_settings=LARGE_RECORDS):
         if (message.partition, message.offset) in dead or (name is not None and name not in (message.raw.value or b"")):
             continue  # a record without the name of the group need not be decoded
         sample = _decoded(Sample, message)

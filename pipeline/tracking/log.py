@@ -12,30 +12,25 @@ Keeps true
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from math import inf
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
+from rose.pipeline.samples.log import CLOCKS_APART_SECONDS
 from rose.pipeline.tracking.steps import SampleFacts, Settled, StepPoint, point_of
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.topics.catalog import OUTCOMES, SAMPLES, TRACKER_PREFIX
 from rose.topics.dead_letters import dead_lettered_places
-from rose.topics.log_reader import read_keyed_messages
+from rose.topics.log_reader import LARGE_RECORDS, read_keyed_messages
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope, Place
 from rose.topics.settings import BusSettings
 
 CLIENT = "rose-track"
 
-CLOCKS_APART_SECONDS = 3600.0
-"""Largest difference between the clocks of the brokers that stamp samples and outcomes."""
-
 BATCH = 500
 POLL_SECONDS = 0.5
 """Most records of one read, and its longest wait."""
 
 SOURCE: Place = (OUTCOMES, 0)
-
-PREFETCH_SETTINGS: Mapping[str, Any] = {"fetch.max.bytes": 8 * 1024 * 1024, "queued.max.messages.kbytes": 8 * 1024}
-"""Settings of librdkafka that bound what it reads ahead. A sample may have megabytes."""
 
 
 class _Read(NamedTuple):
@@ -58,7 +53,7 @@ class StepLog:
         self._model_id = model_id
         group = f"{TRACKER_PREFIX}{name}"
         self._outcomes = Reader(settings, CLIENT, group=group, report_ends=True)
-        self._samples = Reader(settings, CLIENT, group=group, report_ends=True, **PREFETCH_SETTINGS)
+        self._samples = Reader(settings, CLIENT, group=group, report_ends=True, **LARGE_RECORDS)
         self._dead = dead_lettered_places(settings, SAMPLES, client_id=CLIENT)
         partitions = range(self._samples.partition_count(SAMPLES))
         self._places: list[Place] = [(SAMPLES, number) for number in partitions]
@@ -126,21 +121,21 @@ class StepLog:
         return begins
 
     def _oldest_sample(self, settings: BusSettings, begins: Mapping[Place, int]) -> float:
-        """Return the timestamp of the oldest sample to be read, in Unix seconds; infinite without any."""
+        """Return the timestamp of the oldest sample to be read, in Unix seconds; minus infinity without any."""
         stamps: dict[int, float] = {}
         places = {place: begins[place] for place in self._places}
-        found = read_keyed_messages(settings, places, client_id=CLIENT, prefetch_settings=PREFETCH_SETTINGS)
+        found = read_keyed_messages(settings, places, client_id=CLIENT, prefetch_settings=LARGE_RECORDS)
         with closing(found):
             for message in found:
                 stamps.setdefault(message.partition, message.timestamp_seconds)
                 if len(stamps) == len(places):
                     break
-        return min(stamps.values(), default=inf)
+        return min(stamps.values(), default=-inf)
 
     def _settled_earlier(self, settings: BusSettings, begins: Mapping[Place, int]) -> set[str]:
         """Return the trajectories that were settled before the first outcome to be read, since the oldest sample."""
         settled: set[str] = set()
-        if self._samples_since == inf:
+        if self._samples_since == -inf:
             return settled
         since = self._outcomes.offsets_at([SOURCE], self._samples_since)
         with closing(read_keyed_messages(settings, since, client_id=CLIENT)) as outcomes:

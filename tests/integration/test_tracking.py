@@ -103,6 +103,14 @@ def test_new_start_goes_on_and_repeats_only_the_last_step(log: Log) -> None:
     assert [step for step, _ in tracked(log, from_start=True)] == [1, 2, 3, 4, 5]
 
 
+def test_tracker_that_began_before_the_first_sample_has_its_figures(log: Log) -> None:
+    with StepLog(log.settings, "policy", "test") as steps:
+        finish(log, "a", [1.0, 0.0])
+        settle(log, "a", 1, 1)
+        found = steps.steps(follow=True, should_stop=lambda: False)
+        assert next(each.values["reward_mean"] for each in found if each is not None) == 1.0
+
+
 def test_killed_tracker_writes_the_same_points_again(log: Log) -> None:
     for step, name in enumerate(("a", "b"), 1):
         finish(log, name, [float(step), 0.0])
