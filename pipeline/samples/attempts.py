@@ -13,7 +13,7 @@ from rose.pipeline.clock import format_utc
 from rose.pipeline.samples.advantages import Advantage
 from rose.pipeline.samples.log import FinishedGroup, FinishedTrajectory
 from rose.pipeline.samples.serving_load import ServingLoads, describe_load
-from rose.schemas.arrays import unpack_tokens
+from rose.schemas.arrays import ITEM_BYTES, count, unpack_tokens
 from rose.schemas.prompts import trajectory_id
 from rose.schemas.samples import Sample, SampleTurn
 
@@ -94,7 +94,7 @@ def view_of(
                 trajectory_id=each.sample.trajectory_id,
                 facts=_facts(each, advantages[each.sample.trajectory_id]),
                 turns=tuple(_turns(each.sample, loads, decode)),
-                rest=_passage(unpack_tokens(each.sample.tokens)[_end(each.sample) :], decode),
+                rest=_passage(tokens_of(each.sample)[_end(each.sample) :], decode),
             )
             for each in group.members
         ),
@@ -127,12 +127,22 @@ def version_span(versions: tuple[int, int] | None) -> str:
     return str(versions[0]) if versions[0] == versions[1] else f"{versions[0]}-{versions[1]}"
 
 
+def tokens_of(sample: Sample) -> list[int]:
+    """Return the tokens of a sample; an incomplete one at the end, which no trainer takes, is cut off."""
+    return unpack_tokens(whole(sample.tokens))
+
+
+def whole(packed: bytes) -> bytes:
+    """Return a packed array without an incomplete element at its end."""
+    return packed[: ITEM_BYTES * count(packed)]
+
+
 def _end(sample: Sample) -> int:
     return max((turn.end for turn in sample.turns), default=0)
 
 
 def _turns(sample: Sample, loads: ServingLoads, decode: Decode | None) -> list[AttemptTurn]:
-    tokens, turns, before = unpack_tokens(sample.tokens), [], 0
+    tokens, turns, before = tokens_of(sample), [], 0
     for turn in sample.turns:
         times = turn.times
         took = times.finished_at - times.requested_at if times.finished_at and times.requested_at else 0.0

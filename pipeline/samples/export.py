@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import msgspec
 
 from rose.pipeline.samples.advantages import Advantage
-from rose.pipeline.samples.attempts import Decode
+from rose.pipeline.samples.attempts import Decode, tokens_of, whole
 from rose.pipeline.samples.log import FinishedTrajectory, index_of
-from rose.schemas.arrays import unpack_logprobs, unpack_tokens
+from rose.schemas.arrays import unpack_logprobs
 from rose.schemas.errors import UsageError
 from rose.schemas.samples import Sample
 
@@ -80,9 +80,9 @@ def row_of(found: FinishedTrajectory, advantage: Advantage, decode: Decode | Non
         "ended": sample.ended.value,
         "failure": sample.failure,
         "completed_at": sample.completed_at,
-        "tokens": unpack_tokens(sample.tokens),
+        "tokens": tokens_of(sample),
         "loss_mask": list(sample.loss_mask),
-        "logprobs": unpack_logprobs(sample.logprobs).tolist(),
+        "logprobs": unpack_logprobs(whole(sample.logprobs)).tolist(),
         "versions": _versions(sample),
         "turns": list(_turns(sample, decode)),
         "device_seconds": dict(sample.device_seconds),
@@ -98,7 +98,7 @@ def _versions(sample: Sample) -> list[int]:
 
 
 def _turns(sample: Sample, decode: Decode | None) -> Iterator[Row]:
-    tokens, before = unpack_tokens(sample.tokens), 0
+    tokens, before = tokens_of(sample), 0
     for turn in sample.turns:
         yield {
             "turn": turn.turn,
@@ -124,7 +124,7 @@ def trl_row(found: FinishedTrajectory, advantage: Advantage, decode: Decode) -> 
     sample = found.sample
     if sample.reward is None or not any(sample.loss_mask):
         return None
-    tokens, prompt = unpack_tokens(sample.tokens), sample.loss_mask.index(1)
+    tokens, prompt = tokens_of(sample), sample.loss_mask.index(1)
     return {
         "step": None if found.outcome is None else found.outcome.step,
         "prompt": decode(tokens[:prompt]),
@@ -133,7 +133,7 @@ def trl_row(found: FinishedTrajectory, advantage: Advantage, decode: Decode) -> 
         "advantage": advantage.value,
         "prompt_ids": tokens[:prompt],
         "completion_ids": tokens[prompt:],
-        "logprobs": unpack_logprobs(sample.logprobs)[prompt:].tolist(),
+        "logprobs": unpack_logprobs(whole(sample.logprobs))[prompt:].tolist(),
         "env_mask": list(sample.loss_mask[prompt:]),
         "trajectory_id": sample.trajectory_id,
         "group_id": sample.group_id,

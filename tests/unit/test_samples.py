@@ -211,6 +211,16 @@ def test_json_lines_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
     assert rows[2]["reward"] is None
 
 
+def test_arrays_that_no_trainer_takes_are_shown_and_exported_as_far_as_they_go(tmp_path: Path) -> None:
+    cut = msgspec.structs.replace(sample(size=1), tokens=sample().tokens[:-2], logprobs=sample().logprobs[:-1])
+    found = FinishedGroup("g", 1, (FinishedTrajectory(cut, outcome(cut, Outcome.INFRA_FAILED)),))
+    exported(tmp_path / "rows.jsonl", "jsonl", found)
+    [row] = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
+    assert (row["tokens"], row["logprobs"]) == ([1, 2], [0.0, -0.5])
+    view = view_of(found, GroupAdvantages(CONFIG).of(found), ServingLoads(), words)
+    assert view.attempts[0].turns[0].action.text == "2"
+
+
 def test_file_of_trl_is_a_data_set_of_prompts_and_completions(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     exported(tmp_path / "trl.parquet", "trl", group([1.0, 0.0, None]))
