@@ -103,11 +103,13 @@ def test_list_ends_at_its_limit(log: Log, capsys: pytest.CaptureFixture[str]) ->
     assert len(listed(capsys)) == 2
 
 
-def test_unknown_outcome_and_reversed_times_are_refused() -> None:
+def test_unknown_outcome_and_wrong_times_are_refused() -> None:
     with pytest.raises(UsageError, match="give one of trained, stale"):
         filter_of(None, ["traind"], None, None, None)
     with pytest.raises(UsageError, match="--since is later"):
         filter_of(None, None, None, "2", "1")
+    with pytest.raises(UsageError, match="nan is no time"):
+        filter_of(None, None, None, "nan", None)
 
 
 def test_sample_that_is_a_dead_letter_is_left_out(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
