@@ -52,6 +52,7 @@ from rose.topics.catalog import (
     SETTLES,
     SNAPSHOTS,
     SUMMARIES,
+    TRACKER_PREFIX,
     TRAINER_PREFIX,
     Topic,
 )
@@ -219,7 +220,16 @@ VIEW = Role(
         **_LOG_READER,
     },
 )
-"""Commands that only read a run: watch, status, why, audit, replay, report, and the list of dead letters."""
+"""Commands that only read a run: watch, status, why, audit, replay, report, samples, and the list of dead letters."""
+
+TRACKER = Role(
+    name="tracker",
+    reads=(SAMPLES, OUTCOMES),
+    reads_dead_letters=(SAMPLES,),
+    groups=_LOG_READER,
+    group_prefix=TRACKER_PREFIX,
+)
+"""`rose track`: reads the steps of a run, and commits how far it has come."""
 
 REPLAY = Role(
     name="replay",
@@ -249,7 +259,7 @@ ADMIN = Role(name="admin", is_admin=True)
 
 ROLES: Mapping[str, Role] = {
     role.name: role
-    for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER, PRODUCER, VIEW, REPLAY, OPERATOR, ADMIN)
+    for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER, PRODUCER, VIEW, TRACKER, REPLAY, OPERATOR, ADMIN)
 }
 
 _DEAD_LETTERS_OF = dict(zip(RECORD_TOPICS, DEAD_LETTERS, strict=True))

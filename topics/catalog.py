@@ -340,6 +340,9 @@ ROUTER_GROUP = "router"
 TRAINER_PREFIX = "trainer-"
 """Prefix of the consumer groups and transactional ids of trainers; the name of the model follows."""
 
+TRACKER_PREFIX = "tracker-"
+"""Prefix of the consumer groups of `rose track`; the name of the tracker follows."""
+
 LOG_GROUP = "log"
 """Group that a client of assigned partitions must name; it joins nothing and commits nothing."""
 

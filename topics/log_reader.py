@@ -43,6 +43,11 @@ BATCH = 500
 POLL_SECONDS = 0.5
 """Longest wait of one poll."""
 
+LARGE_RECORDS: Mapping[str, Any] = MappingProxyType(
+    {"fetch.max.bytes": 8 * 1024 * 1024, "queued.max.messages.kbytes": 8 * 1024}
+)
+"""Settings of librdkafka that bound what it reads ahead, for topics whose records have up to megabytes."""
+
 NamedPlace = tuple[str, int]
 """A topic's name on the broker, and one of its partitions."""
 
@@ -117,12 +122,21 @@ def _start_offset(consumer: Consumer, place: NamedPlace, offset: int, on_wait: C
 
 
 def read_keyed_messages(
-    settings: BusSettings, offsets: Mapping[Place, int], *, client_id: str = "rose-log"
+    settings: BusSettings,
+    offsets: Mapping[Place, int],
+    *,
+    client_id: str = "rose-log",
+    prefetch_settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Generator[KeyedMessage, None, None]:
-    """The messages of these partitions from these offsets on. Raises TopicMissing or BusError."""
+    """The messages of these partitions from these offsets on; `prefetch_settings` as in `read_messages`.
+
+    Raises TopicMissing or BusError.
+    """
     named = {(settings.topic(topic), part): offset for (topic, part), offset in offsets.items()}
     topics = {settings.topic(topic): topic for topic, _ in offsets}
-    for (name, part), offset, raw, stamp in read_messages(settings, named, client_id=client_id):
+    for (name, part), offset, raw, stamp in read_messages(
+        settings, named, client_id=client_id, prefetch_settings=prefetch_settings
+    ):
         key = raw.key.decode(errors="replace") if raw.key else ""
         yield KeyedMessage(topics[name], part, offset, key, raw, stamp)
 

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from rose.pipeline.cli.samples import samples
 from rose.pipeline.cli.simulator import calibrate, estimate, simulate
 from rose.pipeline.cli.topics import topics
+from rose.pipeline.cli.track import track
 from rose.pipeline.config.options import Common, keep_docstring, with_common
 from rose.pipeline.terminal import (
     WaitNotice,
@@ -42,6 +44,7 @@ app = typer.Typer(
 dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
+app.add_typer(samples, name="samples", rich_help_panel=LOOKING)
 
 
 def number_option(help_text: str) -> Any:
@@ -463,6 +466,7 @@ def report(common: Common) -> None:
 app.command(rich_help_panel=LOOKING)(simulate)
 app.command(rich_help_panel=LOOKING)(estimate)
 app.command(rich_help_panel=LOOKING)(calibrate)
+app.command(rich_help_panel=LOOKING)(track)
 
 
 @app.command("config", rich_help_panel=LOOKING)

@@ -55,7 +55,8 @@ def parse_time(text: str | None, default: float) -> float:
     if text is None:
         return default
     try:
-        return float(text)
+        if math.isfinite(seconds := float(text)):
+            return seconds
     except ValueError:
         pass
     try:

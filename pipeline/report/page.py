@@ -1,8 +1,8 @@
 """Pages of reports: one self-contained file from a template, figures and texts.
 
 Keeps true
-- A page includes plotly's script and the style. It loads nothing.
-- Plotly and jinja2 are imported only when a page is made.
+- A page includes the style, and plotly's script if it has figures. It loads nothing.
+- Plotly and jinja2 are imported only when a page is made, plotly only for figures.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,21 @@ def render_page(template: str, figures: "Mapping[str, go.Figure | None]", **valu
         values: What else the template shows.
     """
     from jinja2 import Environment, StrictUndefined
+
+    pictures, plotly = _pictures(figures) if figures else ({}, "")
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters.update(number=number, duration=duration, milliseconds=milliseconds, size=size, percent=percent)
+    folder = files("rose.pipeline.report")
+    return page.from_string((folder / template).read_text(encoding="utf-8")).render(
+        pictures=pictures,
+        plotly=plotly,
+        style=(folder / "style.css").read_text(encoding="utf-8"),
+        **values,
+    )
+
+
+def _pictures(figures: "Mapping[str, go.Figure | None]") -> tuple[dict[str, str], str]:
+    """Return the figures that are not None as HTML by name, and plotly's script."""
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
@@ -36,15 +51,7 @@ def render_page(template: str, figures: "Mapping[str, go.Figure | None]", **valu
         for name, figure in figures.items()
         if figure is not None
     }
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters.update(number=number, duration=duration, milliseconds=milliseconds, size=size, percent=percent)
-    folder = files("rose.pipeline.report")
-    return page.from_string((folder / template).read_text(encoding="utf-8")).render(
-        pictures=pictures,
-        plotly=get_plotlyjs(),
-        style=(folder / "style.css").read_text(encoding="utf-8"),
-        **values,
-    )
+    return pictures, get_plotlyjs()
 
 
 def number(value: float) -> str:

@@ -23,6 +23,7 @@ from rose.pipeline.monitor.broker_probe import BrokerProbe
 from rose.pipeline.monitor.follower import RunFollower
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.service import run_router
+from rose.pipeline.tracking.log import StepLog
 from rose.schemas.errors import RoseError
 from rose.schemas.journal import CoreJournal
 from rose.schemas.turns import TurnOutcome, TurnResult
@@ -37,6 +38,7 @@ from rose.topics.acl import (
     REPLAY,
     ROLES,
     ROUTER,
+    TRACKER,
     TRAINER,
     VIEW,
     Acl,
@@ -255,6 +257,8 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     assert "g0:0" in run.ask(VIEW, "why", "g0:0")
     assert "settled by hand: nobody wants it" in run.ask(VIEW, "why", "g1:0")
     assert place in run.ask(VIEW, "dlq", "list")
+    assert "trained" in run.ask(VIEW, "samples", "list")
+    follow_steps(users)
     json.loads(rose(run.folder, "status", "--json", *run.common(VIEW)).stdout)
     do_what_is_seldom(users)
     refused = {
@@ -267,6 +271,15 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
         if topic not in DEAD_LETTERED
     }
     assert users.unused() == {VIEW.name: never}  # it would read these topics if they had records
+
+
+def follow_steps(users: Users) -> None:
+    """Read the steps as `rose track` does, and commit."""
+    settings = users.settings(TRACKER)
+    connect_as(settings, TRACKER)
+    with StepLog(settings, "policy", "test") as log:
+        assert any(log.steps(follow=False, should_stop=lambda: False))
+        log.commit()
 
 
 def has_answered(settings: BusSettings, worker: str) -> bool:
@@ -326,6 +339,10 @@ def begin(role: Role, settings: BusSettings) -> None:
         run_control(settings, ControlConfig(page_port=0), "less.:demo", stop)
     elif role is TRAINER:
         SampleStream(settings, "policy").close()
+    elif role is TRACKER:
+        with StepLog(settings, "policy", "test") as log:
+            any(log.steps(follow=False, should_stop=stop.is_set))
+            log.commit()
     elif role is VIEW:
         probe = BrokerProbe(settings)
         probe.probe()

@@ -29,6 +29,8 @@ COMMAND = (
     "rose.pipeline.report",
     "rose.pipeline.simulation",
     "rose.pipeline.local",
+    "rose.pipeline.samples",
+    "rose.pipeline.tracking",
     "rose.pipeline.cli",
     "rose.pipeline.observability",
 )

@@ -331,7 +331,11 @@ class TurnFormat:
         `stop_token_ids`: stop tokens of the turn's request, in addition to those of the model.
         """
         ended = len(tokens) > 0 and (tokens[-1] in self.stop_token_ids or tokens[-1] in stop_token_ids)
-        return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
+        return self.text(tokens[:-1] if ended else tokens)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of any tokens of a context, with special tokens written out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def _encode(self, text: str, *, mid_context: bool = False) -> list[int]:
         """Return the tokens of a text. Text that would become a token of `_unspeakable` is cut behind its first letter.

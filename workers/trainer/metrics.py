@@ -6,8 +6,7 @@ Keeps true
 - Each step has exactly one complete line in the step log, in order, however often the trainer is killed.
 - The step log is the last sink: a step in the step log has reached every sink.
 
-A tracker (Weights & Biases, MLflow, TensorBoard) is one more class with the two methods of MetricsSink, added to
-`StepReporter`.
+Experiment trackers read the log instead (`rose track`).
 """
 
 import os

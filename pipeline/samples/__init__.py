@@ -1,0 +1,1 @@
+"""Finished trajectories of a run, read back from its log for people and for other programs."""

@@ -1,0 +1,1 @@
+"""A consumer of the log that gives the figures of each training step to experiment trackers."""
