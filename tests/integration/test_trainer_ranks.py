@@ -48,9 +48,9 @@ JOIN_SECONDS = 300.0
 RAISING = """
 import torch
 from rose.workers.trainer.algorithms import TokenBatch, TokenLoss
-from rose.workers.trainer.algorithms.group_relative import Grpo
+from rose.workers.trainer.algorithms.combined import Combined
 
-class Own(Grpo):
+class Own(Combined):
     def loss(self, batch: TokenBatch) -> TokenLoss:
         if (batch.advantages.abs() == 7.0).any():
             raise ValueError("no loss for seven")
