@@ -89,22 +89,22 @@ class TrainerConfig:
     importance_cap: float = 2.0
     """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
     dual_clip: float = 3.0
-    """For the loss `dual_clip`: the policy ratio above which tokens of negative advantage have no gradient."""
+    """Policy ratio above which tokens of negative advantage have no gradient, with the loss `dual_clip`."""
     gspo_clip_low: float = 0.9997
-    """For the loss `gspo`: lower clip bound of the ratio of a sequence."""
+    """Lower clip bound of the ratio of a sequence, with the loss `gspo`."""
     gspo_clip_high: float = 1.0004
-    """For the loss `gspo`: upper clip bound of the ratio of a sequence."""
+    """Upper clip bound of the ratio of a sequence, with the loss `gspo`."""
     sapo_temperature_positive: float = 1.0
-    """For the loss `sapo`: temperature of the gate of tokens with positive advantage."""
+    """Temperature of the gate of tokens with positive advantage, with the loss `sapo`."""
     sapo_temperature_negative: float = 1.05
-    """For the loss `sapo`: temperature of the gate of the other tokens; a higher one closes sooner."""
+    """Temperature of the gate of the other tokens, with the loss `sapo`; a higher one closes sooner."""
     dppo_threshold: float = 0.2
-    """For the loss `dppo`: change of a token's probability, in the direction of its advantage, above which the token
-    has no gradient."""
+    """Change of a token's probability, in the direction of its advantage, above which the token has no gradient, with
+    the loss `dppo`."""
     aggregation_tokens: int = 1024
-    """For the aggregation `constant`: tokens by which a sequence's summed loss is divided."""
+    """Tokens by which a sequence's summed loss is divided, with the aggregation `constant`."""
     pass_at_k: int = 4
-    """For the advantages `pass_at_k`: the k, below the size of the groups. Groups of k samples or fewer have no
+    """The k of the advantages `pass_at_k`, below the size of the groups. Groups of k samples or fewer have no
     advantages."""
     kl_coefficient: float = 0.0
     """Weight of the KL divergence from the policy of the model folder in the loss; above 0 the trainer keeps that
@@ -220,8 +220,10 @@ class TrainerConfig:
             "overlong_penalty must be from 0 to 1000000": 0 <= self.overlong_penalty <= 1e6,
             "overlong_tokens must be from 0 to 2^31": 0 <= most <= longest,
             "overlong_buffer_tokens must be from 0 to overlong_tokens": 0 <= self.overlong_buffer_tokens <= most,
-            "overlong_tokens must be 0 if overlong_penalty is 0": not most or self.overlong_penalty > 0,
-            "overlong_penalty must be 0 if truncated is leave_out and overlong_tokens is 0: no sample would pay it": (
+            "overlong_tokens has no effect without an overlong_penalty: set both, or none": (
+                not most or self.overlong_penalty > 0
+            ),
+            "overlong_penalty has no effect if truncated is leave_out and overlong_tokens is 0: set overlong_tokens": (
                 not self.overlong_penalty or most > 0 or self.truncated == "train"
             ),
         }

@@ -48,7 +48,7 @@ IGNORED_WITHOUT_A_WORD = frozenset({"scale_by_deviation"})
 
 
 class Parts(NamedTuple):
-    """What an algorithm is made of."""
+    """The parts of an algorithm."""
 
     advantages: str
     loss: str

@@ -84,8 +84,8 @@ class Replica:
                 model.to(ranks.device)  # FSDP2 moves each layer's rows, as the whole model may not fit on one GPU
         if config.recompute_activations:
             recompute_layers(self.model)
-        self._module, *others = [shard_policy(model, ranks, config) for model in models] if ranks.grouped else models
-        self._reference = others[0] if others else None
+        modules: list[Any] = [shard_policy(model, ranks, config) for model in models] if ranks.grouped else models
+        self._module, self._reference = modules[0], None if reference is None else modules[1]
         self.optimizer = make_optimizer(self.model, learning_rate=config.learning_rate)
         self._schedule = make_schedule(self.optimizer, config)
         self._saved: tuple[Checkpoints, Progress] | None = None

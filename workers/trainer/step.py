@@ -94,7 +94,7 @@ class _Sums:
 
     tokens: int = 0
     denominator: float = 0.0
-    """What the algorithm divides `loss` by."""
+    """Sum of the numbers by which the algorithm divides the losses."""
     loss: float = 0.0
     ratio: float = 0.0
     divergence: float = 0.0

@@ -32,7 +32,7 @@ GroupAdvantages = Callable[[Rewards], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class RewardedGroup:
-    """What an advantage over a whole step needs of a group."""
+    """Rewards and sizes of a group, which an advantage over a whole step needs."""
 
     rewards: Rewards
     tokens: Sequence[int]
