@@ -72,6 +72,8 @@ class Reference:
         pack_passes(self._model)
         self._sampler = load_policy(settings.model.folder)
         self._algorithm = make_algorithm(settings.trainer)
+        self._kept = load_policy(settings.model.folder) if settings.trainer.kl_coefficient else None
+        """The reference policy."""
         self._optimizer = make_optimizer(self._model, learning_rate=settings.trainer.learning_rate)
         self._schedule = make_schedule(self._optimizer, settings.trainer)
         self._versions: deque[dict[str, Any]] = deque([self._version()], maxlen=lag + 1)
@@ -99,13 +101,16 @@ class Reference:
                 behaviour_logprobs=one.logprobs,
                 temperatures=[1.0] * len(one.tokens),
                 reward=one.reward,
+                truncated=one.last is None or not one.last.done,
             )
             for one in played
         ]
         size = prompts[0].group_size
         groups = [samples[first : first + size] for first in range(0, len(samples), size)]
         config = self._settings.trainer
-        done = train_step(self._model, self._optimizer, groups, algorithm=self._algorithm, config=config)
+        done = train_step(
+            self._model, self._optimizer, groups, algorithm=self._algorithm, config=config, reference=self._kept
+        )
         if done.tokens:
             self._schedule.step()
         self._versions.append(self._version())

@@ -39,7 +39,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["rloo", "my_algorithm:Own"])
+@pytest.mark.parametrize("name", ["rloo", "decoupled_ppo", "reinforce_plus_plus", "my_algorithm:Own"])
 def test_run_with_another_algorithm_trains_and_settles_everything(
     settings: BusSettings, policy_folder: Path, own_folder: Path, tmp_path: Path, name: str
 ) -> None:

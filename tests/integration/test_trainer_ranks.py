@@ -204,6 +204,23 @@ def test_ranks_learn_what_one_process_learns(
     assert audit_log(settings).clean
 
 
+def test_ranks_learn_what_one_process_learns_with_other_policies_and_advantages_over_the_step(
+    broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path
+) -> None:
+    """The loss reads logprobs under the policy at the step's start and under a reference policy, which is sharded."""
+    change: dict[str, Any] = {
+        "algorithm": "decoupled_ppo",
+        "advantages": "reinforce_plus_plus_baseline",
+        "aggregation": "sequence",
+        "kl_coefficient": 0.1,
+    }
+    one, two = (log_with_samples(broker, f"{namespace}{name}.") for name in ("one", "two"))
+    run_trainer(one, config_of(policy_folder, tmp_path / "one", **change), Event())
+    assert train_on_ranks(two, policy_folder, tmp_path / "two", 2, **change) == [0, 0]
+    assert_close(tmp_path / "two", tmp_path / "one")
+    assert result_of(two).outcomes == result_of(one).outcomes
+
+
 def test_published_shards_are_the_exported_policy_bit_for_bit(
     together: tuple[Result, Path, BusSettings], policy_folder: Path
 ) -> None:

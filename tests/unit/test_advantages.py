@@ -7,10 +7,12 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from rose.schemas.samples import Ending
 from rose.workers.trainer.algorithms import TrainingSample, make_algorithm, step_advantages
 from rose.workers.trainer.algorithms.advantages import (
     DEVIATION_EPSILON,
@@ -24,6 +26,7 @@ from rose.workers.trainer.algorithms.advantages import (
 )
 from rose.workers.trainer.algorithms.combined import overlong_penalty
 from rose.workers.trainer.config import TrainerConfig
+from tests.support.trainer_fixtures import make_samples
 
 BINARY = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=9)
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0, 2.5]), min_size=2, max_size=8)
@@ -182,6 +185,22 @@ def test_reinforce_plus_plus_is_that_of_verl(baseline: bool, numbers: list[float
     assert stretched(found, statistics.pstdev(values), theirs) == pytest.approx(numbers, abs=1e-8)
 
 
+def test_batch_normalised_is_that_of_trl() -> None:
+    """The numbers are those of `scale_rewards = "batch"` of TRL 1.16.0 for RECORDED."""
+    found = [one for group in batch_normalised_advantages(RECORDED) for one in group]
+    rewards = [*RECORDED[0].rewards, *RECORDED[1].rewards]
+    numbers = [0.816382311, -0.583130222, -0.233252089, -0.699756267, -0.699756267, 1.399512533]
+    theirs = statistics.stdev(rewards) + 1e-4
+    assert stretched(found, statistics.pstdev(rewards), theirs) == pytest.approx(numbers, abs=1e-8)
+
+
+def test_maxrl_is_that_of_skyrl() -> None:
+    """The numbers are those of `compute_maxrl_advantage` of SkyRL 0.3.0, which adds 1e-6 to the mean, for RECORDED."""
+    found = [likelihood_advantages(group.rewards) for group in RECORDED]
+    numbers = [[1.39999664, -0.9999976, -0.39999904], [-0.4999995, -0.4999995, 0.999999]]
+    assert found == [pytest.approx(numbers[0], abs=4e-6), pytest.approx(numbers[1], abs=4e-6)]
+
+
 def test_advantage_over_the_step_reaches_every_group_in_its_order() -> None:
     algorithm = make_algorithm(config_of(algorithm="lite_ppo"))
     groups = [[sample_of(0.0), sample_of(1.0)], [sample_of(0.0), sample_of(10.0)]]
@@ -211,6 +230,12 @@ def test_overlong_penalty_is_the_piecewise_definition(tokens: int, most: int, bu
     else:
         expected = 1.0
     assert overlong_penalty(sample_of(1.0, tokens), config) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ended", Ending)
+def test_sample_that_ended_by_a_limit_is_truncated(ended: Ending) -> None:
+    record = msgspec.structs.replace(make_samples()[0], reward=1.0, ended=ended)
+    assert TrainingSample.of(record).truncated is (ended in (Ending.MAX_TURNS, Ending.CONTEXT))
 
 
 def test_overlong_sample_has_a_lower_advantage_than_an_equal_short_one() -> None:

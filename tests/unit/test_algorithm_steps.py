@@ -26,7 +26,7 @@ from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.logprobs import pad_rows, token_logprobs
-from rose.workers.trainer.menu import AGGREGATIONS, PRESETS, Parts
+from rose.workers.trainer.menu import ADVANTAGES, AGGREGATIONS, LOSSES, PRESETS, Parts
 from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.packing import pack_passes
 from rose.workers.trainer.policy import load_policy
@@ -284,6 +284,17 @@ def test_settings_that_have_an_effect_are_accepted(change: dict[str, Any]) -> No
 def test_name_of_the_menu_is_its_three_parts(name: str, parts: Parts) -> None:
     apart = config_of(advantages=parts.advantages, loss=parts.loss, aggregation=parts.aggregation)
     assert config_of(algorithm=name).parts == apart.parts == parts
+
+
+def test_documented_table_has_the_menu() -> None:
+    page = Path(__file__).parents[2] / "docs/reference/algorithms.md"
+    rows = [
+        [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    assert {row[0]: Parts(*row[1:4]) for row in rows if len(row) == 6} == dict(PRESETS)
+    assert [row[0] for row in rows if len(row) < 6] == [*ADVANTAGES, *LOSSES, *AGGREGATIONS]
 
 
 def test_part_in_place_of_that_of_a_name_leaves_the_others() -> None:

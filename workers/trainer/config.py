@@ -7,7 +7,7 @@ from pathlib import Path
 from rose.workers.trainer.menu import (
     ADVANTAGES,
     AGGREGATIONS,
-    IGNORED_WITHOUT_A_WORD,
+    ALWAYS_ALLOWED,
     LOSSES,
     PART_SETTINGS,
     Parts,
@@ -240,7 +240,7 @@ class TrainerConfig:
                     f"algorithm ({self.algorithm}) is not in the menu: leave {replaced[0]} out"
                 )
             return
-        read = read_settings(parts) | IGNORED_WITHOUT_A_WORD
+        read = read_settings(parts) | ALWAYS_ALLOWED
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in PART_SETTINGS - read and value != field.default:

@@ -43,7 +43,7 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
 AGGREGATIONS: Mapping[str, tuple[str, ...]] = {"token": (), "sequence": (), "constant": ("aggregation_tokens",)}
 """Name of each mean over the losses of tokens (`algorithms.combined`), with the settings that it reads."""
 
-IGNORED_WITHOUT_A_WORD = frozenset({"scale_by_deviation"})
+ALWAYS_ALLOWED = frozenset({"scale_by_deviation"})
 """Settings that may be set although the chosen parts do not read them."""
 
 
