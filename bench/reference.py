@@ -84,7 +84,8 @@ class Reference:
         """Return the success of the present policy on the held-out tasks, always with the same random numbers."""
         tasks = self._settings.tasks
         seeds = range(tasks.held_out_seed, tasks.held_out_seed + tasks.held_out)
-        played = self._play(self._model, seeds, torch.Generator().manual_seed(0))
+        self._sampler.load_state_dict(self._model.state_dict())  # the model itself computes packed passes only
+        played = self._play(self._sampler, seeds, torch.Generator().manual_seed(0))
         return sum(one.last is not None and bool(one.last.success) for one in played) / len(played)
 
     def step(self, prompts: Sequence[Prompt], number: int) -> Point:
