@@ -72,6 +72,8 @@ class Reference:
         pack_passes(self._model)
         self._sampler = load_policy(settings.model.folder)
         self._algorithm = make_algorithm(settings.trainer)
+        self._kept = load_policy(settings.model.folder) if settings.trainer.kl_coefficient else None
+        """The reference policy."""
         self._optimizer = make_optimizer(self._model, learning_rate=settings.trainer.learning_rate)
         self._schedule = make_schedule(self._optimizer, settings.trainer)
         self._versions: deque[dict[str, Any]] = deque([self._version()], maxlen=lag + 1)
@@ -82,7 +84,8 @@ class Reference:
         """Return the success of the present policy on the held-out tasks, always with the same random numbers."""
         tasks = self._settings.tasks
         seeds = range(tasks.held_out_seed, tasks.held_out_seed + tasks.held_out)
-        played = self._play(self._model, seeds, torch.Generator().manual_seed(0))
+        self._sampler.load_state_dict(self._model.state_dict())  # the model itself computes packed passes only
+        played = self._play(self._sampler, seeds, torch.Generator().manual_seed(0))
         return sum(one.last is not None and bool(one.last.success) for one in played) / len(played)
 
     def step(self, prompts: Sequence[Prompt], number: int) -> Point:
@@ -99,13 +102,16 @@ class Reference:
                 behaviour_logprobs=one.logprobs,
                 temperatures=[1.0] * len(one.tokens),
                 reward=one.reward,
+                truncated=one.last is None or not one.last.done,
             )
             for one in played
         ]
         size = prompts[0].group_size
         groups = [samples[first : first + size] for first in range(0, len(samples), size)]
         config = self._settings.trainer
-        done = train_step(self._model, self._optimizer, groups, algorithm=self._algorithm, config=config)
+        done = train_step(
+            self._model, self._optimizer, groups, algorithm=self._algorithm, config=config, reference=self._kept
+        )
         if done.tokens:
             self._schedule.step()
         self._versions.append(self._version())

@@ -39,7 +39,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["rloo", "my_algorithm:Own"])
+@pytest.mark.parametrize("name", ["rloo", "decoupled_ppo", "reinforce_plus_plus", "my_algorithm:Own"])
 def test_run_with_another_algorithm_trains_and_settles_everything(
     settings: BusSettings, policy_folder: Path, own_folder: Path, tmp_path: Path, name: str
 ) -> None:
@@ -54,7 +54,7 @@ def test_run_with_another_algorithm_trains_and_settles_everything(
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("algorithm=gpro", "rose: unknown algorithm 'gpro': use grpo, rloo, or package.module:Class of your own\n"),
+        ("algorithm=gpro", "rose: unknown algorithm 'gpro': use grpo, rloo, dr_grpo, maxrl, "),
         ("algorithm=json:JSONDecoder", "rose: algorithm 'json:JSONDecoder': JSONDecoder lacks advantages, loss; use "),
         ('import_paths=["nowhere"]', "rose: trainer.import_paths: nowhere is not there"),
     ],

@@ -48,9 +48,9 @@ JOIN_SECONDS = 300.0
 RAISING = """
 import torch
 from rose.workers.trainer.algorithms import TokenBatch, TokenLoss
-from rose.workers.trainer.algorithms.group_relative import Grpo
+from rose.workers.trainer.algorithms.combined import Combined
 
-class Own(Grpo):
+class Own(Combined):
     def loss(self, batch: TokenBatch) -> TokenLoss:
         if (batch.advantages.abs() == 7.0).any():
             raise ValueError("no loss for seven")
@@ -202,6 +202,23 @@ def test_ranks_learn_what_one_process_learns(
     assert {line["devices"] for line in read_step_log(run_folder)} == {size}
     assert result_of(settings).outcomes == alone[0].outcomes
     assert audit_log(settings).clean
+
+
+def test_ranks_learn_what_one_process_learns_with_other_policies_and_advantages_over_the_step(
+    broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path
+) -> None:
+    """The loss reads logprobs under the policy at the step's start and under a reference policy, which is sharded."""
+    change: dict[str, Any] = {
+        "algorithm": "decoupled_ppo",
+        "advantages": "reinforce_plus_plus_baseline",
+        "aggregation": "sequence",
+        "kl_coefficient": 0.1,
+    }
+    one, two = (log_with_samples(broker, f"{namespace}{name}.") for name in ("one", "two"))
+    run_trainer(one, config_of(policy_folder, tmp_path / "one", **change), Event())
+    assert train_on_ranks(two, policy_folder, tmp_path / "two", 2, **change) == [0, 0]
+    assert_close(tmp_path / "two", tmp_path / "one")
+    assert result_of(two).outcomes == result_of(one).outcomes
 
 
 def test_published_shards_are_the_exported_policy_bit_for_bit(

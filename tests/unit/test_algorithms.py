@@ -25,18 +25,17 @@ from rose.workers.trainer.algorithms import (
     UnknownAlgorithm,
     make_algorithm,
 )
-from rose.workers.trainer.algorithms.group_relative import (
+from rose.workers.trainer.algorithms.advantages import (
     DEVIATION_EPSILON,
-    Grpo,
-    Rloo,
-    clipped_loss,
     group_advantages,
     leave_one_out_advantages,
 )
+from rose.workers.trainer.algorithms.combined import Combined
 from rose.workers.trainer.checkpoint import Checkpoints
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
+from rose.workers.trainer.menu import PRESETS
 from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
@@ -60,7 +59,7 @@ def loss_of(
     logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, bounds: TrainerConfig
 ) -> TokenLoss:
     batch = TokenBatch(logprobs=logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask.bool())
-    return clipped_loss(batch, bounds)
+    return Combined(bounds).loss(batch)
 
 
 def naive(
@@ -199,9 +198,10 @@ def test_rloo_baseline_of_a_sample_does_not_depend_on_its_own_reward(
         assert after - before == pytest.approx(change, abs=1e-9)
 
 
-@pytest.mark.parametrize("algorithm", [Grpo(config_of()), Rloo(config_of())])
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("rewards", [[], [1.0], [0.3, 0.1 + 0.2], [2.0] * 5])
-def test_group_without_a_difference_has_no_advantages(algorithm: Grpo | Rloo, rewards: list[float]) -> None:
+def test_group_without_a_difference_has_no_advantages(name: str, rewards: list[float]) -> None:
+    algorithm = make_algorithm(config_of(algorithm=name))
     assert algorithm.advantages([rewarded(reward) for reward in rewards]) == [0.0] * len(rewards)
 
 
@@ -216,15 +216,15 @@ def rewarded(reward: float) -> TrainingSample:
     )
 
 
-@pytest.mark.parametrize(("name", "made"), [("grpo", Grpo), ("rloo", Rloo)])
-def test_built_in_algorithm_is_found_by_its_name(name: str, made: type) -> None:
-    assert isinstance(make_algorithm(config_of(algorithm=name)), made)
+@pytest.mark.parametrize("name", PRESETS)
+def test_built_in_algorithm_is_found_by_its_name(name: str) -> None:
+    assert isinstance(make_algorithm(config_of(algorithm=name)), Combined)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("gpro", "^unknown algorithm 'gpro': use grpo, rloo, or package.module:Class of your own$"),
+        ("gpro", "^unknown algorithm 'gpro': use grpo, rloo, dr_grpo, .*, or package.module:Class of your own$"),
         ("no_such_package:Own", "^algorithm 'no_such_package:Own': cannot import no_such_package .*; use grpo, rloo,"),
         ("json:Nothing", "^algorithm 'json:Nothing': json has no Nothing; use"),
         ("json:JSONDecoder", "JSONDecoder lacks advantages, loss; use"),

@@ -14,7 +14,7 @@ from rose.schemas.prompts import Sampling
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleTurn
 from rose.schemas.wire import encode
-from rose.workers.trainer.algorithms.group_relative import group_advantages
+from rose.workers.trainer.algorithms.advantages import group_advantages
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.selection import (
     SelectedGroup,

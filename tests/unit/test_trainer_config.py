@@ -52,7 +52,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
 
 
 def numbers_of(section: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(section) if field.type in (int, float, int | None)]
+    return [field.name for field in dataclasses.fields(section) if field.type in (int, float, int | None, float | None)]
 
 
 NUMBERS = [(section, name) for section in SECTIONS for name in numbers_of(section)]

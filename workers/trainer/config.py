@@ -1,7 +1,19 @@
 """Settings of the trainer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from rose.workers.trainer.menu import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ALWAYS_ALLOWED,
+    LOSSES,
+    PART_SETTINGS,
+    Parts,
+    chosen_parts,
+    read_settings,
+)
 
 PROGRESS_FILES = "step-*.msgpack"
 """Pattern of the last file of each checkpoint in the folder of checkpoints."""
@@ -42,8 +54,18 @@ class TrainerConfig:
     """Treatment of samples that were cut off by `max_turns` or by their context: `train` trains on them with the reward
     that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
     algorithm: str = "grpo"
-    """Algorithm, which turns rewards into advantages and a loss: `grpo`, `rloo` (leave-one-out baseline), or a class of
-    your own as `package.module:Class` (`workers/trainer/algorithms/__init__.py` has the interface)."""
+    """Algorithm, which turns rewards into advantages and a loss: a name of the menu, such as `grpo`, `rloo`, `dapo`,
+    `cispo` or `gspo`, or a class of your own as `package.module:Class` (`workers/trainer/algorithms/__init__.py` has
+    the interface). A name of the menu stands for `advantages`, `loss` and `aggregation`."""
+    advantages: str = ""
+    """Advantages in place of those of `algorithm`: `grpo`, `mean`, `rloo`, `maxrl`, `batch`, `reinforce_plus_plus`,
+    `reinforce_plus_plus_baseline` or `pass_at_k`."""
+    loss: str = ""
+    """Loss in place of that of `algorithm`: `truncated`, `ppo`, `dual_clip`, `cispo`, `gspo`, `sapo`, `dppo` or
+    `decoupled`."""
+    aggregation: str = ""
+    """Mean over the losses of tokens in place of that of `algorithm`: over the minibatch's tokens (`token`), over its
+    sequences of each one's mean (`sequence`), or the sum over sequences times `aggregation_tokens` (`constant`)."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own algorithm from, before the installed packages."""
     learning_rate: float = 1e-4
@@ -66,6 +88,42 @@ class TrainerConfig:
     """Upper clip bound of the policy ratio: above it, tokens of positive advantage have no gradient."""
     importance_cap: float = 2.0
     """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
+    dual_clip: float = 3.0
+    """Policy ratio above which tokens of negative advantage have no gradient, with the loss `dual_clip`."""
+    gspo_clip_low: float = 0.9997
+    """Lower clip bound of the ratio of a sequence, with the loss `gspo`."""
+    gspo_clip_high: float = 1.0004
+    """Upper clip bound of the ratio of a sequence, with the loss `gspo`."""
+    sapo_temperature_positive: float = 1.0
+    """Temperature of the gate of tokens with positive advantage, with the loss `sapo`."""
+    sapo_temperature_negative: float = 1.05
+    """Temperature of the gate of the other tokens, with the loss `sapo`; a higher one closes sooner."""
+    dppo_threshold: float = 0.2
+    """Change of a token's probability, in the direction of its advantage, above which the token has no gradient, with
+    the loss `dppo`."""
+    aggregation_tokens: int = 1024
+    """Tokens by which a sequence's summed loss is divided, with the aggregation `constant`."""
+    pass_at_k: int = 4
+    """The k of the advantages `pass_at_k`, below the size of the groups. Groups of k samples or fewer have no
+    advantages."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL divergence from the policy of the model folder in the loss; above 0 the trainer keeps that
+    policy as a second model."""
+    reject_tokens_below: float | None = None
+    """Ratio of trainer to engine below which a token is left out of the loss; unset: none."""
+    reject_tokens_above: float | None = None
+    """Ratio of trainer to engine above which a token is left out of the loss; unset: none."""
+    reject_sequences_below: float | None = None
+    """Geometric mean of the ratios of a sequence's tokens below which the sequence is left out; unset: none."""
+    reject_sequences_above: float | None = None
+    """Geometric mean of the ratios of a sequence's tokens above which the sequence is left out; unset: none."""
+    overlong_penalty: float = 0.0
+    """Taken from the reward of truncated samples, and of samples with more than `overlong_tokens` sampled tokens; 0:
+    none. Whether the rewards of a group are equal is judged without it."""
+    overlong_tokens: int = 0
+    """Sampled tokens above which the whole `overlong_penalty` is taken; 0: only from truncated samples."""
+    overlong_buffer_tokens: int = 0
+    """Tokens below `overlong_tokens` over which the penalty grows from 0 in a straight line."""
     max_logprob_difference: float = 0.05
     """Largest mean difference, in nats, between the logprobs of on-policy tokens that the trainer computes and the
     logprobs that one worker's engine, or all engines, recorded. If the difference is larger, an engine computes another
@@ -103,6 +161,9 @@ class TrainerConfig:
             "max_staleness must be from 0 to 2^53": 0 <= self.max_staleness <= 2**53,
             "truncated must be train or leave_out": self.truncated in ("train", "leave_out"),
             "algorithm must be a name": bool(self.algorithm),
+            f"advantages must be one of {', '.join(ADVANTAGES)}": self.advantages in ("", *ADVANTAGES),
+            f"loss must be one of {', '.join(LOSSES)}": self.loss in ("", *LOSSES),
+            f"aggregation must be one of {', '.join(AGGREGATIONS)}": self.aggregation in ("", *AGGREGATIONS),
             "learning_rate must be above 0 and at most 1": 0 < self.learning_rate <= 1,
             "learning_rate_warmup_steps must be from 0 to 2^53": 0 <= self.learning_rate_warmup_steps <= 2**53,
             "learning_rate_schedule must be constant, linear or cosine": self.learning_rate_schedule in SCHEDULES,
@@ -127,9 +188,82 @@ class TrainerConfig:
             "threads must be from 1 to 4096": 1 <= self.threads <= 4_096,
             "hung_seconds must be above 0 and at most 1e9": 0 < self.hung_seconds <= 1e9,
         }
-        for sentence, holds in in_range.items():
-            if not holds:
-                raise ValueError(sentence)
+        _require(in_range)
+        self._check_algorithm()
+
+    def _check_algorithm(self) -> None:
+        """Check the settings of the menu of algorithms. Raises ValueError."""
+        most, longest = self.overlong_tokens, 2**31
+        below, above = (
+            (self.reject_tokens_below, self.reject_sequences_below),
+            (
+                self.reject_tokens_above,
+                self.reject_sequences_above,
+            ),
+        )
+        in_range = {
+            f"dual_clip must be above 1 and at most {LARGEST:g}": 1 < self.dual_clip <= LARGEST,
+            "gspo_clip_low must be from 0 to 1": 0 <= self.gspo_clip_low <= 1,
+            f"gspo_clip_high must be from 1 to {LARGEST:g}: it is a ratio, 1 + epsilon": 1
+            <= self.gspo_clip_high
+            <= LARGEST,
+            "sapo_temperature_positive must be from 0.001 to 1000": 1e-3 <= self.sapo_temperature_positive <= 1e3,
+            "sapo_temperature_negative must be from 0.001 to 1000": 1e-3 <= self.sapo_temperature_negative <= 1e3,
+            "dppo_threshold must be above 0 and at most 1": 0 < self.dppo_threshold <= 1,
+            "aggregation_tokens must be from 1 to 2^31": 1 <= self.aggregation_tokens <= longest,
+            "pass_at_k must be from 1 to 65536": 1 <= self.pass_at_k <= 65_536,
+            "kl_coefficient must be from 0 to 1000": 0 <= self.kl_coefficient <= 1e3,
+            "reject_tokens_below must be above 0 and at most 1": below[0] is None or 0 < below[0] <= 1,
+            f"reject_tokens_above must be from 1 to {LARGEST:g}": above[0] is None or 1 <= above[0] <= LARGEST,
+            "reject_sequences_below must be above 0 and at most 1": below[1] is None or 0 < below[1] <= 1,
+            f"reject_sequences_above must be from 1 to {LARGEST:g}": above[1] is None or 1 <= above[1] <= LARGEST,
+            "overlong_penalty must be from 0 to 1000000": 0 <= self.overlong_penalty <= 1e6,
+            "overlong_tokens must be from 0 to 2^31": 0 <= most <= longest,
+            "overlong_buffer_tokens must be from 0 to overlong_tokens": 0 <= self.overlong_buffer_tokens <= most,
+            "overlong_tokens has no effect without an overlong_penalty: set both, or none": (
+                not most or self.overlong_penalty > 0
+            ),
+            "overlong_penalty has no effect if truncated is leave_out and overlong_tokens is 0: set overlong_tokens": (
+                not self.overlong_penalty or most > 0 or self.truncated == "train"
+            ),
+        }
+        _require(in_range)
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Check that every setting of the menu has an effect. Raises ValueError."""
+        parts, chosen = self.parts, {name: getattr(self, name) for name in Parts._fields}
+        if parts is None:
+            if replaced := [name for name, value in chosen.items() if value]:
+                raise ValueError(
+                    f"{replaced[0]} ({chosen[replaced[0]]}) replaces a part of an algorithm of the menu, and "
+                    f"algorithm ({self.algorithm}) is not in the menu: leave {replaced[0]} out"
+                )
+            return
+        read = read_settings(parts) | ALWAYS_ALLOWED
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in PART_SETTINGS - read and value != field.default:
+                raise ValueError(
+                    f"{field.name} ({value:g}) has no effect with advantages {parts.advantages}, loss {parts.loss} and "
+                    f"aggregation {parts.aggregation}: leave it out, or choose a part that reads it"
+                )
+
+    @property
+    def parts(self) -> Parts | None:
+        """The parts of a named algorithm; None for a class of the user's own."""
+        return chosen_parts(self.algorithm, advantages=self.advantages, loss=self.loss, aggregation=self.aggregation)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens or sequences are left out by the ratio of trainer to engine."""
+        bounds = (
+            self.reject_tokens_below,
+            self.reject_tokens_above,
+            self.reject_sequences_below,
+            self.reject_sequences_above,
+        )
+        return any(bound is not None for bound in bounds)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -145,3 +279,10 @@ class TrainerConfig:
     def exported(self) -> Path:
         """The folder of the final policy, which is there once the run is complete."""
         return self.run_folder / "model"
+
+
+def _require(sentences: Mapping[str, bool]) -> None:
+    """Raise ValueError with the first sentence that does not hold."""
+    for sentence, holds in sentences.items():
+        if not holds:
+            raise ValueError(sentence)

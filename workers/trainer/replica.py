@@ -6,6 +6,8 @@ Keeps true
 - With one process and float32, weights are plain tensors, without a process group. Otherwise FSDP2 shards them: master
   weights, gradients and optimizer state are float32, each rank holds its rows, and a layer's weights are whole only
   while the layer computes.
+- The reference policy, if the algorithm reads one, is that of the model folder, also after a restart; nothing changes
+  it.
 """
 
 import traceback
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from rose.schemas.errors import RoseError, UsageError
-from rose.workers.trainer.algorithms import AlgorithmError, TrainingSample, make_algorithm
+from rose.workers.trainer.algorithms import AlgorithmError, StepAlgorithm, TrainingSample, make_algorithm
 from rose.workers.trainer.checkpoint import Checkpoints, Progress
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.logprobs import LogprobModule
@@ -64,20 +66,26 @@ class Replica:
         self._config, self.ranks = config, ranks
         self._algorithm = make_algorithm(config)
         self.model = load_policy(config.model_folder)
+        reads_reference = isinstance(self._algorithm, StepAlgorithm) and self._algorithm.needs_reference
+        reference = load_policy(config.model_folder).requires_grad_(False) if reads_reference else None
         self.tensors = FolderTensors(self.model, config.model_folder)
         """The policy under the names of its folder."""
         self.tensors.check_values()
         ranks.require_alike(self.tensors.folder_digest, "model folders")
-        reason = pack_passes(self.model)
-        if not ranks.all_true(reason is None):
-            pad_passes(self.model)
-            log.info("passes_padded", reason=reason or "another rank cannot pack them")
+        models = [self.model, *([] if reference is None else [reference])]
+        reasons = [pack_passes(model) for model in models]
+        if not ranks.all_true(reasons[0] is None):
+            for model in models:
+                pad_passes(model)
+            log.info("passes_padded", reason=reasons[0] or "another rank cannot pack them")
         torch.manual_seed(config.seed)
         if not ranks.grouped:
-            self.model.to(ranks.device)  # FSDP2 moves each layer's rows, as the whole model may not fit on one GPU
+            for model in models:
+                model.to(ranks.device)  # FSDP2 moves each layer's rows, as the whole model may not fit on one GPU
         if config.recompute_activations:
             recompute_layers(self.model)
-        self._module = shard_policy(self.model, ranks, config) if ranks.grouped else self.model
+        modules: list[Any] = [shard_policy(model, ranks, config) for model in models] if ranks.grouped else models
+        self._module, self._reference = modules[0], None if reference is None else modules[1]
         self.optimizer = make_optimizer(self.model, learning_rate=config.learning_rate)
         self._schedule = make_schedule(self.optimizer, config)
         self._saved: tuple[Checkpoints, Progress] | None = None
@@ -156,13 +164,21 @@ class Replica:
             groups,
             algorithm=self._algorithm,
             config=self._config,
+            reference=self._reference,
             ranks=self.ranks,
             **checked,
         )
 
     def _try_group(self, group: Sequence[TrainingSample]) -> Exception | None:
         try:
-            dry_run_group(self._module, group, algorithm=self._algorithm, config=self._config, ranks=self.ranks)
+            dry_run_group(
+                self._module,
+                group,
+                algorithm=self._algorithm,
+                config=self._config,
+                reference=self._reference,
+                ranks=self.ranks,
+            )
         except Exception as error:  # see `_fit`
             if _out_of_memory(error) or (self.ranks.grouped and not isinstance(error, FailedOnARank)):
                 raise

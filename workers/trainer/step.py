@@ -13,6 +13,8 @@ Keeps true
   policy's own weights are compared before the first update, also in steps and groups without a signal.
 - A minibatch whose gradient is not finite changes no weight and is in no mean. The metrics count it and name its
   groups.
+- Logprobs under the policy at the step's start are computed before the first update, and only for an algorithm that
+  reads them.
 """
 
 import math
@@ -32,11 +34,13 @@ from rose.schemas.errors import UsageError
 from rose.topics.health import HEALTH
 from rose.workers.trainer.algorithms import (
     Algorithm,
+    StepAlgorithm,
     TokenBatch,
     TokenLoss,
     TrainingSample,
-    checked_advantages,
     checked_loss,
+    denominator,
+    step_advantages,
 )
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.trainer.logprobs import pad_rows, padded_batches, produces_nonfinite, token_logprobs
@@ -89,6 +93,8 @@ class _Sums:
     """Sums over sampled tokens."""
 
     tokens: int = 0
+    denominator: float = 0.0
+    """Sum of the numbers by which the algorithm divides the losses."""
     loss: float = 0.0
     ratio: float = 0.0
     divergence: float = 0.0
@@ -97,6 +103,7 @@ class _Sums:
     def add(self, other: Self) -> None:
         """Add the sums of another minibatch."""
         self.tokens += other.tokens
+        self.denominator += other.denominator
         self.loss += other.loss
         self.ratio += other.ratio
         self.divergence += other.divergence
@@ -113,19 +120,21 @@ def train_step(
     version: int | None = None,
     compared: Sequence[TrainingSample] | None = None,
     since: int | None = None,
+    reference: Any | None = None,
     ranks: Ranks = ALONE,
 ) -> StepMetrics:
     """Update the model in place with one step on whole groups.
 
     Each inner sequence of `groups` is one complete group; every rank gives all groups. `version` is the model's
     version; None: engines are not checked. `compared`: the samples by which engines are checked, also of groups
-    without advantages; None: the samples of `groups`. `since`: see `check_engines`.
+    without advantages; None: the samples of `groups`. `since`: see `check_engines`. `reference`: the reference policy,
+    for an algorithm that reads its logprobs.
 
     Raises AlgorithmError, or EngineMismatch (`check_engines`); with several ranks FailedOnARank for the first, and
     UsageError if their advantages differ.
     """
     with ranks.agreed():
-        of_groups = [_rows(group, algorithm) for group in groups]
+        of_groups = _rows(groups, algorithm)
     advantages = [[row.advantage for row in rows or ()] for rows in of_groups]
     ranks.require_alike(msgspec.msgpack.encode(advantages), "the algorithm's advantages")
     live = [(place, rows) for place, rows in enumerate(of_groups) if rows is not None]
@@ -140,10 +149,14 @@ def train_step(
     if version is not None:
         check_engines(model, samples if compared is None else compared, config, version, since=since, ranks=ranks)
     learned = _Sums()
-    for first in range(min(config.minibatches, len(live))):
-        minibatch = live[first :: config.minibatches]
+    minibatches = [live[first :: config.minibatches] for first in range(min(config.minibatches, len(live)))]
+    rows_of = [[row for _, rows in minibatch for row in rows] for minibatch in minibatches]
+    passes = _Passes(model, algorithm, config, ranks, reference)
+    # The first minibatch computes with the weights of the step's start.
+    proximal = [None, *(passes.logprobs(rows) if _needs_proximal(algorithm) else None for rows in rows_of[1:])]
+    for minibatch, rows, start in zip(minibatches, rows_of, proximal, strict=False):
         optimizer.zero_grad(set_to_none=True)
-        sums = _gradients(model, [row for _, rows in minibatch for row in rows], algorithm, config, ranks)
+        sums = passes.gradients(rows, start)
         norm = _clipped_norm(model, config.gradient_norm)
         if math.isfinite(norm):
             optimizer.step()
@@ -153,7 +166,7 @@ def train_step(
             metrics.skipped_minibatches += 1
             metrics.skipped_groups += tuple(place for place, _ in minibatch)
     metrics.tokens, tokens = learned.tokens, max(learned.tokens, 1)
-    metrics.loss, metrics.importance_mean = learned.loss / tokens, learned.ratio / tokens
+    metrics.loss, metrics.importance_mean = learned.loss / (learned.denominator or 1.0), learned.ratio / tokens
     metrics.kl_behaviour, metrics.clipped_share = learned.divergence / tokens, learned.clipped / tokens
     return metrics
 
@@ -170,15 +183,16 @@ def dry_run_group(
     *,
     algorithm: Algorithm,
     config: TrainerConfig,
+    reference: Any | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
     """Compute the gradient of a group and discard it.
 
-    Raises what a step on the group would raise; changes no weight.
+    Raises what a step on the group would raise; changes no weight. `reference`: see `train_step`.
     """
     with ranks.agreed():
-        rows = _rows(group, algorithm) or []
-    _gradients(model, rows, algorithm, config, ranks)
+        rows = _rows([group], algorithm)[0] or []
+    _Passes(model, algorithm, config, ranks, reference).gradients(rows, None)
     model.zero_grad(set_to_none=True)
 
 
@@ -209,13 +223,18 @@ def _inputs(model: Any, samples: Sequence[TrainingSample], device: torch.device)
     return {"tokens": tokens.to(device), "temperatures": temperatures.to(device), "lengths": lengths}
 
 
-def _rows(group: Sequence[TrainingSample], algorithm: Algorithm) -> list[_Row] | None:
-    """The samples of a group with sampled tokens, and their advantages; None for a group without advantages."""
-    advantages = checked_advantages(algorithm, group)
-    if not any(advantages):
-        return None
-    rows = zip(group, advantages, strict=True)
-    return [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]
+def _rows(groups: Sequence[Sequence[TrainingSample]], algorithm: Algorithm) -> list[list[_Row] | None]:
+    """Return the samples of each group with sampled tokens, and their advantages; None for one without advantages."""
+    return [
+        [_Row(sample, one) for sample, one in zip(group, advantages, strict=True) if any(sample.loss_mask)]
+        if any(advantages)
+        else None
+        for group, advantages in zip(groups, step_advantages(algorithm, groups), strict=True)
+    ]
+
+
+def _needs_proximal(algorithm: Algorithm) -> bool:
+    return isinstance(algorithm, StepAlgorithm) and algorithm.needs_proximal
 
 
 def check_engines(
@@ -284,7 +303,7 @@ def _differences(
     found: dict[str, list[float]] = {}
     for indices in _passes(model, chosen, config, ranks):
         part = [chosen[index] for index in indices]
-        mask = pad_rows([sample.loss_mask for sample in part] or [[0, 0]], dtype=torch.bool)
+        mask = _mask(part)
         with torch.no_grad():
             logprobs = _pass_logprobs(model, part, mask, ranks.device).cpu()
         behaviour = pad_rows([sample.behaviour_logprobs for sample in part] or [[0, 0]], dtype=torch.float32)
@@ -314,53 +333,96 @@ def _pass_logprobs(model: Any, samples: Sequence[TrainingSample], mask: Tensor, 
     return token_logprobs(model, **_inputs(model, samples, device), wanted=mask.to(device))
 
 
-def _gradients(model: Any, rows: Sequence[_Row], algorithm: Algorithm, config: TrainerConfig, ranks: Ranks) -> _Sums:
-    """Add the gradient of the rows' loss, a mean over their sampled tokens, to the parameters' gradients.
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """The passes of a minibatch of rows on this rank."""
 
-    Raises what the algorithm raises; with several ranks FailedOnARank, after all ranks have made all passes.
-    """
-    sums = _Sums()
-    tokens = sum(sum(row.sample.loss_mask) for row in rows)
-    fault: Exception | None = None
-    for indices in _passes(model, [row.sample for row in rows], config, ranks):
-        part = [rows[index] for index in indices]
-        mask = pad_rows([row.sample.loss_mask for row in part] or [[0, 0]], dtype=torch.bool)
-        logprobs = _pass_logprobs(model, [row.sample for row in part], mask, ranks.device)
-        gradient = torch.zeros_like(logprobs)
-        if part and fault is None:
-            batch = _batch(part, logprobs.detach().requires_grad_(), mask.to(ranks.device))
-            try:
-                loss = checked_loss(algorithm, batch)
-                gradient = _loss_gradient(loss, batch, max(tokens, 1))
-                _observe(sums, batch, loss)
-            except Exception as error:  # of a user's algorithm
-                if not ranks.grouped:
-                    raise
-                fault = error
-        # FSDP2 divides the sum of the ranks' gradients by their number.
-        logprobs.backward(gradient * ranks.size)  # type: ignore[no-untyped-call]
-        HEALTH.report_progress()
-    ranks.raise_agreed(fault)
-    sums.tokens = tokens
-    sums.loss, sums.ratio, sums.divergence, sums.clipped = ranks.sum(
-        [sums.loss, sums.ratio, sums.divergence, sums.clipped]
-    )
-    return sums
+    model: Any
+    algorithm: Algorithm
+    config: TrainerConfig
+    ranks: Ranks
+    reference: Any | None
+
+    def logprobs(self, rows: Sequence[_Row]) -> list[Tensor]:
+        """Return the logprobs under the present weights of each pass that `gradients` makes of these rows."""
+        found = []
+        for indices in _passes(self.model, [row.sample for row in rows], self.config, self.ranks):
+            part = [rows[index].sample for index in indices]
+            with torch.no_grad():
+                found.append(_pass_logprobs(self.model, part, _mask(part), self.ranks.device))
+            HEALTH.report_progress()
+        return found
+
+    def gradients(self, rows: Sequence[_Row], proximal: Sequence[Tensor] | None) -> _Sums:
+        """Add the gradient of the rows' loss, divided by the algorithm's denominator, to the parameters' gradients.
+
+        `proximal`: the logprobs at the step's start, from `logprobs`; None: the present weights are those of the start.
+
+        Raises what the algorithm raises; with several ranks FailedOnARank, after all ranks have made all passes.
+        """
+        sums, ranks = _Sums(), self.ranks
+        tokens = sum(sum(row.sample.loss_mask) for row in rows)
+        with ranks.agreed():
+            divisor = denominator(self.algorithm, tokens=max(tokens, 1), sequences=max(len(rows), 1))
+        fault: Exception | None = None
+        samples = [row.sample for row in rows]
+        for place, indices in enumerate(_passes(self.model, samples, self.config, ranks)):
+            part = [rows[index] for index in indices]
+            mask = _mask([row.sample for row in part])
+            logprobs = _pass_logprobs(self.model, [row.sample for row in part], mask, ranks.device)
+            gradient, start = torch.zeros_like(logprobs), None if proximal is None else proximal[place]
+            others = self._others(part, logprobs.detach() if start is None else start, mask)
+            if part and fault is None:
+                batch = _batch(part, logprobs.detach().requires_grad_(), mask.to(ranks.device), others)
+                try:
+                    loss = checked_loss(self.algorithm, batch)
+                    gradient = _loss_gradient(loss, batch, divisor)
+                    _observe(sums, batch, loss)
+                except Exception as error:  # of a user's algorithm
+                    if not ranks.grouped:
+                        raise
+                    fault = error
+            # FSDP2 divides the sum of the ranks' gradients by their number.
+            logprobs.backward(gradient * ranks.size)  # type: ignore[no-untyped-call]
+            HEALTH.report_progress()
+        ranks.raise_agreed(fault)
+        sums.tokens, sums.denominator = tokens, divisor if rows else 0.0
+        sums.loss, sums.ratio, sums.divergence, sums.clipped = ranks.sum(
+            [sums.loss, sums.ratio, sums.divergence, sums.clipped]
+        )
+        return sums
+
+    def _others(self, part: Sequence[_Row], start: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return the logprobs under other policies that the algorithm reads, by their names in TokenBatch."""
+        found = {}
+        if _needs_proximal(self.algorithm):
+            found["proximal_logprobs"] = start
+        if self.reference is not None:
+            with torch.no_grad():
+                samples = [row.sample for row in part]
+                found["reference_logprobs"] = _pass_logprobs(self.reference, samples, mask, self.ranks.device)
+        return found
 
 
-def _loss_gradient(loss: TokenLoss, batch: TokenBatch, tokens: int) -> Tensor:
-    """Return the gradient of the mean loss over `tokens` tokens with respect to the batch's logprobs."""
-    (gradient,) = torch.autograd.grad(loss.summed / tokens, batch.logprobs, allow_unused=True)
+def _mask(samples: Sequence[TrainingSample]) -> Tensor:
+    """Return the loss mask of a pass, of shape (rows, tokens); that of two other tokens for a pass without samples."""
+    return pad_rows([sample.loss_mask for sample in samples] or [[0, 0]], dtype=torch.bool)
+
+
+def _loss_gradient(loss: TokenLoss, batch: TokenBatch, divisor: float) -> Tensor:
+    """Return the gradient of the summed loss over `divisor` with respect to the batch's logprobs."""
+    (gradient,) = torch.autograd.grad(loss.summed / divisor, batch.logprobs, allow_unused=True)
     return torch.zeros_like(batch.logprobs) if gradient is None else gradient
 
 
-def _batch(part: Sequence[_Row], logprobs: Tensor, mask: Tensor) -> TokenBatch:
+def _batch(part: Sequence[_Row], logprobs: Tensor, mask: Tensor, others: dict[str, Tensor]) -> TokenBatch:
     behaviour = pad_rows([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
     return TokenBatch(
         logprobs=logprobs,
         behaviour_logprobs=behaviour.to(mask.device),
         advantages=torch.tensor([[row.advantage] for row in part]).to(mask.device),
         loss_mask=mask,
+        **others,
     )
 
 

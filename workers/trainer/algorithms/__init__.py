@@ -22,16 +22,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rose.schemas.arrays import unpack_logprobs, unpack_tokens
 from rose.schemas.errors import RoseError, UsageError, describe_error
-from rose.schemas.samples import Sample
+from rose.schemas.samples import TRUNCATED, Sample
 from rose.workers.import_path import Registry, binding_error, class_error
 from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.menu import PRESETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class TrainingSample:
     """The oldest policy version that sampled one of the tokens; -1 if that is not known."""
     workers: Sequence[str] = ()
     """The worker that ended the turn of each token; empty if that is not known."""
+    truncated: bool = False
+    """Whether the trajectory was cut off, so that the reward is that of a part of the task."""
 
     @property
     def sampled_by(self) -> list[str]:
@@ -74,6 +77,7 @@ class TrainingSample:
             reward=sample.reward,
             oldest_version=sample.oldest_version,
             workers=workers,
+            truncated=sample.ended in TRUNCATED,
         )
 
 
@@ -95,6 +99,11 @@ class TokenBatch:
     """Advantage of each row's trajectory. Shape (rows, 1), float32."""
     loss_mask: Tensor
     """True where the policy sampled the token, False for observations and padding. Shape (rows, tokens), bool."""
+    proximal_logprobs: Tensor | None = None
+    """Logprob of each token in `loss_mask` under the policy at the step's start; 0 elsewhere. Shape (rows, tokens),
+    float32. None unless the algorithm needs them (`StepAlgorithm`)."""
+    reference_logprobs: Tensor | None = None
+    """The same under the reference policy. None unless the algorithm needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,8 @@ class TokenLoss:
 
     summed: Tensor
     """Sum of the losses of the tokens in `loss_mask`; a scalar with a gradient. The step divides the sum by the number
-    of sampled tokens of the whole minibatch, so the loss is a mean over tokens, however they are packed into passes."""
+    of sampled tokens of the whole minibatch, so the loss is a mean over tokens, however they are packed into passes.
+    A `StepAlgorithm` may choose another denominator."""
     clipped: Tensor | None = None
     """True where a sampled token has no gradient because of a bound of the algorithm. Shape (rows, tokens), bool; for
     the metric `clipped_share` only. None if the algorithm has no such bound."""
@@ -123,16 +133,68 @@ class Algorithm(Protocol):
         """Return the summed loss of the tokens in `batch.loss_mask`, which the step minimises."""
 
 
+@runtime_checkable
+class StepAlgorithm(Algorithm, Protocol):
+    """An algorithm that needs more than groups and a mean over tokens.
+
+    Derive a class from this one, and replace what differs.
+    """
+
+    needs_proximal: bool = False
+    """Whether `loss` reads `TokenBatch.proximal_logprobs`, which cost a forward pass if the step has minibatches."""
+    needs_reference: bool = False
+    """Whether `loss` reads `TokenBatch.reference_logprobs`, which cost a forward pass and a second model."""
+
+    def step_advantages(self, groups: Sequence[Sequence[TrainingSample]]) -> Sequence[Sequence[float]]:
+        """Return the advantages of all groups of a step, in their order; `advantages` has those of a single group."""
+        return [self.advantages(group) for group in groups]
+
+    def denominator(self, *, tokens: int, sequences: int) -> float:
+        """Return what the step divides the summed losses of a minibatch by; above 0 and finite.
+
+        `tokens`, `sequences`: the sampled tokens and the trajectories of the whole minibatch, both above 0.
+        """
+        return tokens
+
+
+def step_advantages(algorithm: Algorithm, groups: Sequence[Sequence[TrainingSample]]) -> list[list[float]]:
+    """Return the algorithm's advantages of all groups of a step, checked as `checked_advantages` does."""
+    if not isinstance(algorithm, StepAlgorithm):
+        return [checked_advantages(algorithm, group) for group in groups]
+    found = algorithm.step_advantages(groups)
+    if len(found) != len(groups):
+        raise AlgorithmError(
+            f"{type(algorithm).__name__}.step_advantages must return advantages for each of the {len(groups)} groups "
+            f"of a step, and returned {len(found)}"
+        )
+    return [_numbers(algorithm, "step_advantages", one, group) for one, group in zip(found, groups, strict=True)]
+
+
+def denominator(algorithm: Algorithm, *, tokens: int, sequences: int) -> float:
+    """Return what the summed losses of a minibatch are divided by. Raises AlgorithmError if it is not above 0."""
+    if not isinstance(algorithm, StepAlgorithm):
+        return tokens
+    found = algorithm.denominator(tokens=tokens, sequences=sequences)
+    if not 0 < found < math.inf:
+        raise AlgorithmError(
+            f"{type(algorithm).__name__}.denominator must return a finite number above 0, and returned {found}"
+        )
+    return found
+
+
 def checked_advantages(algorithm: Algorithm, group: Sequence[TrainingSample]) -> list[float]:
     """Return the algorithm's advantages of a group. Raises AlgorithmError if they are not one finite number each."""
-    found = algorithm.advantages(group)
+    return _numbers(algorithm, "advantages", algorithm.advantages(group), group)
+
+
+def _numbers(algorithm: Algorithm, method: str, found: Sequence[float], group: Sequence[TrainingSample]) -> list[float]:
     try:
         numbers = [float(number) for number in found]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != len(group) or not all(map(math.isfinite, numbers)):
         raise AlgorithmError(
-            f"{type(algorithm).__name__}.advantages must return one finite number for each of the {len(group)} samples "
+            f"{type(algorithm).__name__}.{method} must return one finite number for each of the {len(group)} samples "
             f"of a group, and returned {str(found)[:100]}"
         )
     return numbers
@@ -154,10 +216,7 @@ def checked_loss(algorithm: Algorithm, batch: TokenBatch) -> TokenLoss:
     return found
 
 
-BUILT_IN = {
-    "grpo": "rose.workers.trainer.algorithms.group_relative:Grpo",
-    "rloo": "rose.workers.trainer.algorithms.group_relative:Rloo",
-}
+BUILT_IN = dict.fromkeys(PRESETS, "rose.workers.trainer.algorithms.combined:Combined")
 """Name to `module:class`."""
 
 METHODS = ("advantages", "loss")
@@ -217,13 +276,16 @@ def _try(algorithm: Algorithm) -> None:
         )
         for mask, reward in (([0, 1, 1], 0.0), ([0, 0, 1], 1.0))
     ]
-    advantages = checked_advantages(algorithm, samples)
+    advantages = step_advantages(algorithm, [samples])[0]
+    denominator(algorithm, tokens=3, sequences=2)
     logprobs = torch.full((2, 3), -1.0)
     batch = TokenBatch(
         logprobs=logprobs.clone().requires_grad_(),
         behaviour_logprobs=logprobs,
         advantages=torch.tensor(advantages)[:, None],
         loss_mask=torch.tensor([sample.loss_mask for sample in samples], dtype=torch.bool),
+        proximal_logprobs=logprobs,
+        reference_logprobs=logprobs,
     )
     (slopes,) = torch.autograd.grad(checked_loss(algorithm, batch).summed, batch.logprobs, allow_unused=True)
     own = torch.zeros(1) if slopes is None else slopes[batch.loss_mask]
@@ -244,9 +306,5 @@ def _try(algorithm: Algorithm) -> None:
 
 def _row(batch: TokenBatch, place: int) -> TokenBatch:
     """Return a batch of one row of this batch."""
-    return TokenBatch(
-        logprobs=batch.logprobs[place : place + 1],
-        behaviour_logprobs=batch.behaviour_logprobs[place : place + 1],
-        advantages=batch.advantages[place : place + 1],
-        loss_mask=batch.loss_mask[place : place + 1],
-    )
+    tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return TokenBatch(**{name: tensor[place : place + 1] for name, tensor in tensors.items() if tensor is not None})
