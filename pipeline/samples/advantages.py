@@ -3,7 +3,7 @@
 Keeps true
 - An advantage is given only if all that the trainer had of the group is known: every member with its outcome. The
   trainer computes advantages over the members that it trained on, so the others have none.
-- A number that is not known has a reason in words.
+- A number that is not known has a reason in words, such as an algorithm that compares with all groups of a step.
 - Torch is loaded only when the first advantage is computed.
 """
 
@@ -90,9 +90,25 @@ class GroupAdvantages:
                 from rose.workers.trainer.algorithms import make_algorithm
 
                 sys.path[:] = with_import_paths(self._config.import_paths)
-                self._algorithm = make_algorithm(self._config)
+                algorithm = make_algorithm(self._config)
+                if _compares_with_step(algorithm, self._config):
+                    self._broken = f"unknown: {self._config.algorithm} compares with all samples of the step"
+                else:
+                    self._algorithm = algorithm
             except ImportError:
                 self._broken = f"unknown: {WITHOUT_TORCH}"
             except RoseError as error:
                 self._broken = f"unknown: {error}"
         return self._broken
+
+
+def _compares_with_step(algorithm: "Algorithm", config: TrainerConfig) -> bool:
+    """Whether the advantages of a group depend on the other groups of its step."""
+    from rose.workers.trainer.algorithms import StepAlgorithm
+    from rose.workers.trainer.algorithms.advantages import STEP_ADVANTAGES
+    from rose.workers.trainer.algorithms.combined import Combined
+
+    if config.parts is not None:
+        return config.parts.advantages in STEP_ADVANTAGES
+    method = getattr(type(algorithm), "step_advantages", StepAlgorithm.step_advantages)
+    return method not in (StepAlgorithm.step_advantages, Combined.step_advantages)

@@ -104,7 +104,7 @@ class Replica:
     """Groups of each training step."""
     log: RunFigures
     engines: dict[str, FittedEngine]
-    """What was fitted, by class and device."""
+    """The fitted figures, by class and device."""
     left_out_groups: int
     """Groups that failed, or are not whole on the log."""
     left_out_executors: int

@@ -1,5 +1,6 @@
 """Finished trajectories: advantages, the load of serving, the attempts side by side, and exported files."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import SlackHeartbeat, Tenant, WorkerClass
 from rose.schemas.samples import Outcome, Sample, SampleOutcome
 from rose.schemas.turns import TurnTimes
-from rose.workers.trainer.algorithms.group_relative import group_advantages
+from rose.workers.trainer.algorithms.advantages import group_advantages
 from rose.workers.trainer.config import TrainerConfig
 from tests.golden.examples import EXAMPLES
 from tests.support.sample_fixtures import sample
@@ -91,6 +92,12 @@ def test_advantage_by_an_unknown_algorithm_is_unknown() -> None:
     found = GroupAdvantages(config).of(group([1.0, 0.0]))["g:0"]
     assert found.value is None
     assert "no_such_algorithm" in found.reason
+
+
+def test_advantage_that_compares_with_the_whole_step_is_unknown() -> None:
+    config = dataclasses.replace(CONFIG, algorithm="reinforce_plus_plus")
+    found = GroupAdvantages(config).of(group([1.0, 0.0]))["g:0"]
+    assert found == Advantage(None, "unknown: reinforce_plus_plus compares with all samples of the step")
 
 
 def test_load_of_serving_is_that_of_the_executor_while_the_turn_ran() -> None:
