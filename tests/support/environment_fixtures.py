@@ -21,6 +21,9 @@ from tests.support.scripted_executors import CHARACTERS, END, FIRST_CHARACTER
 
 WAIT_SECONDS = 30.0
 
+ANSWER_SECONDS = 100.0
+"""How long `answers` waits for the next answer: processes start slowly on a busy machine."""
+
 
 class Panic(BaseException):
     """An exception that is not an Exception, as an extension module may raise it."""
@@ -215,7 +218,7 @@ def answers(stage: RunnerPool, jobs: list[Job]) -> dict[str, JobResult]:
     stage.start(jobs)
     found: dict[str, JobResult] = {}
     while len(found) < len(jobs):
-        ended = stage.results(WAIT_SECONDS)
+        ended = stage.results(ANSWER_SECONDS)
         assert ended, f"only {sorted(found)} answered"
         found.update({job.trajectory_id: answer for job, answer in ended})
     assert stage.in_flight == 0

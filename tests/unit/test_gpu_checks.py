@@ -85,7 +85,7 @@ def test_dry_run_of_two_checks_prints_one_object_and_needs_torch_and_msgspec_alo
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
