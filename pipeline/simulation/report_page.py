@@ -18,7 +18,7 @@ from rose.pipeline.simulation.costs import simulated_cost
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder
 from rose.pipeline.simulation.recorder import Swap as RecordedSwap
-from rose.pipeline.simulation.results import arm_figures, reusable_tokens
+from rose.pipeline.simulation.results import arm_figures, reusable_tokens, user_figures
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.schemas.samples import Outcome, Sample
 from rose.schemas.turns import TurnTimes
@@ -52,10 +52,18 @@ def simulation_page(fleet: Fleet, recorder: Recorder, *, name: str) -> str:
     texts = PageTexts(
         headline=f"Simulated: {arm_figures(fleet).trajectories_per_hour:,.0f} trained trajectories an hour.",
         date="simulated",
-        users="drawn from the distributions of the scenario",
+        users=_users_text(fleet, len(served)),
     )
     configuration = msgspec.json.format(msgspec.json.encode(fleet.scenario), indent=2).decode()
     return report_html(summary, history, configuration=configuration, steps=_step_lines(fleet), rows=rows, texts=texts)
+
+
+def _users_text(fleet: Fleet, shown: int) -> str:
+    """Return where the requests of users come from, and how many there are if the recorder left some out."""
+    figures, text = user_figures(fleet), "drawn from the distributions of the scenario"
+    if figures is None or figures.requests == shown:
+        return text
+    return f"{text}, the first of {figures.requests:,}"
 
 
 def simulated_history(fleet: Fleet, recorder: Recorder) -> RunHistory:

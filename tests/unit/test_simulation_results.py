@@ -330,6 +330,17 @@ def test_report_page_says_that_it_is_simulated() -> None:
         assert f'id="{chart}"' in text
 
 
+def test_report_page_says_how_many_requests_a_full_recorder_has() -> None:
+    _, fleets, recorder = finished()
+    part = Recorder(len(recorder.entries) // 2)
+    for entry in recorder.entries:
+        part.add(entry)
+    page = simulation_page(fleets["rose"], part, name="tiny, rose")
+    assert f"answered {len(user_requests(part)):,} requests" in page
+    assert f", the first of {len(user_requests(recorder)):,}" in page
+    assert "the first of" not in simulation_page(fleets["rose"], recorder, name="tiny, rose")
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_cuts_and_freezes_of_a_lender_add_up(frozen: bool) -> None:
     _, fleets, _ = finished()
