@@ -74,6 +74,8 @@ class Running:
     device_seconds: float = 0.0
     decode_share: float = 0.0
     """The engine's `decode_share` when it began to decode."""
+    token_at: float = 0.0
+    """When its newest token before a preemption was sampled."""
 
 
 class EngineResult(NamedTuple):
@@ -91,6 +93,8 @@ class EngineResult(NamedTuple):
     """When it left, or was preempted."""
     device_seconds: float = 0.0
     """Its share of the steps that it was in."""
+    token_at: float = 0.0
+    """When its newest token was sampled, if it was preempted afterwards."""
 
 
 BeforeStep = Callable[[float], float]
@@ -357,6 +361,8 @@ class Engine:
         done = [each for each in self._prefilling if each.computed == each.context_tokens]
         self._prefilling = [each for each in self._prefilling if each.computed < each.context_tokens]
         for running in done:
+            if running.sampled_before:
+                self.token_gaps.add(at - running.token_at)
             running.first_token_at = running.first_token_at or at
             running.began_step = self._steps
             running.decode_share = self._decode_share
@@ -442,6 +448,7 @@ class Engine:
         if waiting.device_seconds:
             running.cached_tokens, running.scheduled_at = waiting.cached_tokens, waiting.scheduled_at
             running.first_token_at, running.device_seconds = waiting.first_token_at, waiting.device_seconds
+            running.token_at = waiting.token_at
         self._prefilling.append(running)
         return running
 
@@ -465,9 +472,9 @@ class Engine:
         running = max((*self._prefilling, *self._decoding.values()), key=lambda each: each.ticket)
         if running in self._prefilling:
             self._prefilling.remove(running)
-            result = self._result(running, at)
+            result = self._result(running, at)._replace(token_at=running.token_at)
         else:
-            result = self._leave(running, at)
+            result = self._leave(running, at)._replace(token_at=self._stepped_at)
         self.preempted += 1
         self.waiting.appendleft(result)
 

@@ -163,6 +163,19 @@ def test_gaps_between_tokens_include_a_pause_and_count_every_later_token() -> No
     assert engine.token_gaps.percentile(1.0) == pytest.approx(5.0, rel=0.02)
 
 
+def test_gap_between_two_tokens_includes_the_wait_of_a_preempted_request() -> None:
+    engine = Engine(small_cost(400), max_running=4, step_tokens=512, kv_tokens=400)
+    for number in range(4):
+        engine.add(EngineRequest(f"r{number}", (Segment(f"r{number}", 64),), 200, 0.0), 0.0)
+    ended = []
+    while engine.requests:
+        ended += engine.advance(engine.next_at)
+    assert engine.preempted > 0 and len(ended) == 4
+    assert engine.token_gaps.count == sum(result.sampled_tokens - 1 for result in ended)
+    seconds = sum(result.finished_at - result.first_token_at for result in ended)
+    assert engine.token_gaps.total_seconds == pytest.approx(seconds)
+
+
 def test_tokens_of_a_context_that_another_request_computes_in_the_same_step_are_reused() -> None:
     engine, prompt = engine_of(), Segment("prompt", 2 * BLOCK)
     engine.add(request("other", 5, 3), 0.0)
