@@ -18,6 +18,7 @@ from rose.topics.writer import Writer
 from tests.golden.examples import PROMPT
 from tests.support.brokers import EMBEDDED, AnyBroker, start
 from tests.support.bus_fixtures import PARTITIONS, with_topics
+from tests.support.waiting import until
 
 
 def test_topic_created_during_a_query_is_not_missing(broker: AnyBroker, namespace: str) -> None:
@@ -50,6 +51,7 @@ def test_missing_partition_is_reported_with_the_topic_that_has_it(broker: AnyBro
     admin, many = connect(settings), PARTITIONS.home + 3
     for enlarged in admin.create_partitions([NewPartitions(settings.topic(PROMPTS), many)]).values():
         enlarged.result()
+    until(lambda: len(admin.list_topics(timeout=10.0).topics[settings.topic(PROMPTS)].partitions) == many)
     both = f"{settings.topic(GROUPS)} has no partition {many - 1}, but {PARTITIONS.home} in all, and topic "
     with closing(Reader(settings, "test")) as reader, pytest.raises(TopicMissing) as raised:
         reader.watermarks((GROUPS, many - 1))

@@ -20,6 +20,7 @@ from tests.support.brokers import EMBEDDED, AnyBroker, flags
 from tests.support.rose_command import Rose
 from tests.support.router_process_fixtures import PARTITIONS
 from tests.support.routing_fixtures import heartbeat, request
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +75,7 @@ def test_namespace_of_another_run_is_refused_and_unchanged_whichever_topics_are_
     create_topics(other, replace(PARTITIONS, cells=3))
     admin = AdminClient(other.client("test"))
     admin.delete_topics([other.topic(JOURNAL)])[other.topic(JOURNAL)].result()
+    until(lambda: other.topic(JOURNAL) not in admin.list_topics(timeout=10.0).topics)  # a broker lists it for a while
     writer = Writer(other, "test")
     put(writer, HEARTBEATS, heartbeat(0), "w0", 2)
     writer.flush()
