@@ -99,7 +99,7 @@ SETTINGS = RunSettings(
 
 
 class Run(NamedTuple):
-    """What is run: a shape, the rates of the executors, and the routing policy."""
+    """A run: its shape, the rates of the executors, and the routing policy."""
 
     shape: Shape
     rates: Rates

@@ -30,6 +30,12 @@ MOVING_REASON = "it goes to cell"
 DRAINED_REASON = "it is drained"
 """Beginning of the pause reason of a drained executor."""
 
+NOT_RESUMED_REASON = "it was not told to lend"
+"""Pause reason of a lender whose guest is parked."""
+
+BUILDING_REASON = "its guest is being built"
+"""Pause reason of a lender that was woken and has no guest yet."""
+
 
 class WorkerClass(Enum):
     """Owner of the GPU that an executor runs on: the rollouts, or a server that lends."""

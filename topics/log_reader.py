@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
-from rose.schemas.errors import RoseError
+from rose.schemas.errors import RecordError, RoseError
+from rose.schemas.record import Record
+from rose.schemas.wire import decode
 from rose.topics.catalog import LOG_GROUP, Topic
 from rose.topics.errors import UNKNOWN_PARTITION_CODES, BusError, is_transient
 from rose.topics.queries import missing_error, noop, watermarks_of
@@ -52,6 +55,9 @@ NamedPlace = tuple[str, int]
 """A topic's name on the broker, and one of its partitions."""
 
 
+R = TypeVar("R", bound=Record)
+
+
 @dataclass(frozen=True, slots=True)
 class KeyedMessage:
     """A message of a known topic with its place, not decoded."""
@@ -64,6 +70,19 @@ class KeyedMessage:
     """A value of None is a tombstone: the key was deleted."""
     timestamp_seconds: float
     """Timestamp of the broker or the producer, unix seconds."""
+
+    def decoded(self, record: type[R]) -> R | None:
+        """The record; None for a tombstone and for an invalid message, which is or will be a dead letter."""
+        if self.raw.value is None:
+            return None
+        try:
+            return decode(record, self.raw.value, self.raw.headers)
+        except (RecordError, msgspec.DecodeError):
+            return None
+
+
+CLOCKS_APART_SECONDS = 3600.0
+"""Largest difference between the clocks that set the times of records which belong together, and their timestamps."""
 
 
 def read_messages(

@@ -20,18 +20,7 @@ from bisect import bisect_left
 
 import msgspec
 
-from rose.pipeline.simulation.cost_model import (
-    CostModel,
-    Curve,
-    DecodeAttention,
-    Host,
-    Lifecycle,
-    Links,
-    Memory,
-    PrefillAttention,
-    Profile,
-    Shape,
-)
+from rose.pipeline.simulation.cost_model import CostModel, Profile, linear_profile
 from rose.pipeline.simulation.engine import Engine as SimulatedEngine
 from rose.pipeline.simulation.engine import EngineRequest, EngineResult
 from rose.pipeline.simulation.prefix_cache import Segment
@@ -89,24 +78,12 @@ def sampled_of(trajectory: str, turn: int, sampling: Sampling, lengths: Lengths)
 
 def profile_of(rates: Rates) -> Profile:
     """Return the profile of a device with these rates."""
-    source = "the rates of an emulated executor"
-    nothing = Curve(source=source, counts=(1, 2), seconds=(0.0, 0.0))
-    return Profile(
-        name="emulated",
-        model="emulated",
+    return linear_profile(
+        "the rates of an emulated executor",
         card="emulated",
-        tensor_parallel=1,
-        shape=Shape(source=source, layers=1, kv_bytes_per_token=1, weight_bytes=1),
-        memory=Memory(source=source, kv_cache_tokens=rates.kv_tokens, block_tokens=1),
-        host=Host(source=source, step_seconds=1.0 / rates.decode_tokens_per_second, sequence_seconds=0.0),
-        linear=nothing,
-        output=nothing,
-        decode_attention=DecodeAttention(source=source, counts=(1, 2), seconds=(0.0, 0.0), context_token_seconds=0.0),
-        prefill_attention=PrefillAttention(
-            source=source, token_seconds=1.0 / rates.prefill_tokens_per_second, pair_seconds=0.0
-        ),
-        lifecycle=Lifecycle(source=source, wake_seconds=0.0, load_seconds=0.0),
-        links=Links(source=source, network_bytes_per_second=1e9, nvlink_bytes_per_second=0.0),
+        kv_tokens=rates.kv_tokens,
+        step_seconds=1.0 / rates.decode_tokens_per_second,
+        prefill_token_seconds=1.0 / rates.prefill_tokens_per_second,
     )
 
 

@@ -28,7 +28,15 @@ from bench.fleet.engine import VERSION, Engine, Lengths, Rates, sampled_of
 from bench.fleet.users import Step
 from rose.schemas.arrays import ITEM_BYTES, count
 from rose.schemas.grants import CapacityGrant, GrantSource
-from rose.schemas.heartbeats import MAX_HELD_TURNS, TTL_SECONDS, ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.heartbeats import (
+    BUILDING_REASON,
+    MAX_HELD_TURNS,
+    NOT_RESUMED_REASON,
+    TTL_SECONDS,
+    ExecutorState,
+    SlackHeartbeat,
+    WorkerClass,
+)
 from rose.schemas.turns import ContextMissing, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from rose.workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
 from rose.workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
@@ -56,7 +64,7 @@ BEAT_SECONDS = 0.2
 ROOM_TOKENS = 180
 """Free tokens with which a lender counts as having room: nine of ten turns of the calculator fit."""
 
-NOT_RESUMED, BUILT = "it was not told to lend", "its guest is being built"
+NOT_RESUMED, BUILT = NOT_RESUMED_REASON, BUILDING_REASON
 
 STOPPED = "it stops"
 

@@ -21,7 +21,6 @@ from rose.pipeline.samples.attempts import Decode, version_span, view_of
 from rose.pipeline.samples.export import FORMATS, RowWriter, export_row, open_writer
 from rose.pipeline.samples.log import (
     CLIENT,
-    CLOCKS_APART_SECONDS,
     WAITING,
     FinishedGroup,
     FinishedTrajectory,
@@ -32,13 +31,12 @@ from rose.pipeline.samples.log import (
 from rose.pipeline.samples.screen import group_page, print_group
 from rose.pipeline.samples.serving_load import ServingLoads
 from rose.pipeline.terminal import print_line
-from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.samples import Outcome
-from rose.schemas.wire import decode as decode_record
 from rose.topics.acl import VIEW, connect_as
 from rose.topics.catalog import HEARTBEATS
-from rose.topics.log_reader import read_keyed_messages, topic_starts
+from rose.topics.log_reader import CLOCKS_APART_SECONDS, read_keyed_messages, topic_starts
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
 from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
@@ -165,11 +163,8 @@ def _heartbeats(settings: BusSettings, extent: tuple[float, float] | None) -> It
             behind.add(message.partition)
             if len(behind) == len(places):
                 return
-        elif message.raw.value is not None:
-            try:
-                yield decode_record(SlackHeartbeat, message.raw.value, message.raw.headers)
-            except RecordError:
-                continue
+        elif (heartbeat := message.decoded(SlackHeartbeat)) is not None:
+            yield heartbeat
 
 
 def _decoder(config: Config) -> Decode | None:

@@ -4,6 +4,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -101,52 +102,49 @@ def describe(replica: Replica) -> list[str]:
         lines.append(f"left out: {replica.left_out_groups} groups that failed or are not whole on the log")
     if replica.left_out_executors > 0:
         lines.append(f"left out: {replica.left_out_executors} executors that were there for less than half of the time")
-    for engines, engine in replica.engines.items():
+    for model, engine in replica.engines.items():
         lines.append(
-            f"engines, {engines}, fitted to {engine.rows:,} prefills and decodes: error {engine.median_error:.1%} "
-            f"(median), {engine.p90_error:.1%} (p90)"
+            f"engines, {model.worker_class.value} {model.device}, fitted to {engine.rows:,} prefills and decodes: "
+            f"error {engine.median_error:.1%} (median), {engine.p90_error:.1%} (p90)"
         )
     return lines
 
 
-COLUMNS: tuple[tuple[str, Callable[[RunFigures], str]], ...] = (
-    ("whole s", lambda figures: f"{figures.seconds:,.1f}"),
-    ("step s", lambda figures: f"{figures.step_seconds:,.2f}"),
-    ("rollout s", lambda figures: f"{figures.rollout_seconds:,.2f}"),
-    ("wait p50 s", lambda figures: f"{figures.wait_p50:.3f}"),
-    ("wait p99 s", lambda figures: f"{figures.wait_p99:.3f}"),
-    ("cached", lambda figures: f"{figures.cached_share:.1%}"),
-    ("lent", lambda figures: f"{figures.lent_share:.1%}"),
-    ("an answer", lambda figures: _cost(figures)),
+class Column(NamedTuple):
+    """A column of the table."""
+
+    name: str
+    figure: Callable[[RunFigures], float]
+    text: Callable[[RunFigures], str]
+
+
+COLUMNS = (
+    Column("whole s", lambda run: run.seconds, lambda run: f"{run.seconds:,.1f}"),
+    Column("step s", lambda run: run.step_seconds, lambda run: f"{run.step_seconds:,.2f}"),
+    Column("rollout s", lambda run: run.rollout_seconds, lambda run: f"{run.rollout_seconds:,.2f}"),
+    Column("wait p50 s", lambda run: run.wait_p50, lambda run: f"{run.wait_p50:.3f}"),
+    Column("wait p99 s", lambda run: run.wait_p99, lambda run: f"{run.wait_p99:.3f}"),
+    Column("cached", lambda run: run.cached_share, lambda run: f"{run.cached_share:.1%}"),
+    Column("lent", lambda run: run.lent_share, lambda run: f"{run.lent_share:.1%}"),
+    Column("an answer", lambda run: _price(run), lambda run: _cost(run)),
 )
-"""Columns of the table, and how each shows its figure."""
 
 
 def table(found: dict[str, RunFigures]) -> Table:
     """Return the runs side by side, and how many times the simulated ones differ."""
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("")
-    for name, _ in COLUMNS:
-        shown.add_column(name, justify="right")
-    for name, figures in found.items():
-        shown.add_row(name, *(show(figures) for _, show in COLUMNS))
-    shown.add_row(f"{RECORDED} / log", *_ratios(found[RECORDED], found["log"]))
-    shown.add_row(f"{WHAT_IF} / {RECORDED}", *_ratios(found[WHAT_IF], found[RECORDED]))
+    shown = Table("", *(each.name for each in COLUMNS), box=None, pad_edge=False)
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for name, run in found.items():
+        shown.add_row(name, *(column.text(run) for column in COLUMNS))
+    for ours, theirs in ((RECORDED, "log"), (WHAT_IF, RECORDED)):
+        shown.add_row(f"{ours} / {theirs}", *(_ratio(each, found[ours], found[theirs]) for each in COLUMNS))
     return shown
 
 
-def _ratios(ours: RunFigures, theirs: RunFigures) -> list[str]:
-    pairs = (
-        (ours.seconds, theirs.seconds),
-        (ours.step_seconds, theirs.step_seconds),
-        (ours.rollout_seconds, theirs.rollout_seconds),
-        (ours.wait_p50, theirs.wait_p50),
-        (ours.wait_p99, theirs.wait_p99),
-        (ours.cached_share, theirs.cached_share),
-        (ours.lent_share, theirs.lent_share),
-        (_price(ours), _price(theirs)),
-    )
-    return [f"x {one / other:.3f}" if one and other else "-" for one, other in pairs]
+def _ratio(column: Column, ours: RunFigures, theirs: RunFigures) -> str:
+    one, other = column.figure(ours), column.figure(theirs)
+    return f"x {one / other:.3f}" if one and other else "-"
 
 
 def _price(figures: RunFigures) -> float:

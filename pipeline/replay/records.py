@@ -12,17 +12,15 @@ Keeps true
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
-from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.errors import UsageError
 from rose.schemas.progress import Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
 from rose.schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnDispatch, TurnRequest, TurnResult
-from rose.schemas.wire import decode
 from rose.topics.catalog import (
     COMPLETED,
     DISPATCHED,
@@ -36,7 +34,7 @@ from rose.topics.catalog import (
     home_partition,
 )
 from rose.topics.dead_letters import DeadLetter, read_dead_letters
-from rose.topics.log_reader import KeyedMessage, read_keyed_messages, topic_starts
+from rose.topics.log_reader import CLOCKS_APART_SECONDS, KeyedMessage, read_keyed_messages, topic_starts
 from rose.topics.reader import Reader
 from rose.topics.records import Place
 from rose.topics.settings import BusSettings
@@ -189,11 +187,6 @@ def sort_records(records: TrajectoryRecords, more: Iterable[object]) -> None:
 
 CLIENT = "rose-replay"
 
-CLOCKS_APART_SECONDS = 3600.0
-"""Largest difference between the clocks that set the timestamps of a prompt and of the records that follow from it."""
-
-R = TypeVar("R", bound=Record)
-
 
 class _GroupName(msgspec.Struct):
     """The field of a prompt that says its group; the other fields may be wrong."""
@@ -274,7 +267,7 @@ def find_group(settings: BusSettings, group_id: str) -> GroupFound:
     home = home_partition(group_id, len(homes))
     groups: dict[str, Group | None] = {}
     for message in read_keyed_messages(settings, {(GROUPS, home): 0}, client_id=CLIENT):
-        groups[message.key] = _decoded(Group, message)
+        groups[message.key] = message.decoded(Group)
     record = groups.get(group_id)
     begins: Mapping[Place, int] = homes
     if record is not None and record.state is not GroupState.REFUSED:
@@ -302,7 +295,7 @@ def find_trajectory(settings: BusSettings, group: GroupFound, trajectory_id: str
         if message.key.rpartition(":")[0] == group.group_id:
             (result.live.discard if message.raw.value is None else result.live.add)(message.key)
             if message.key == trajectory_id:
-                result.records.progress = _decoded(TrajectoryProgress, message)
+                result.records.progress = message.decoded(TrajectoryProgress)
     records = _records(settings, group, trajectory_id, result)
     sort_records(result.records, [group.prompts[0].prompt] if group.prompts else [])
     sort_records(result.records, records)
@@ -322,7 +315,7 @@ def _records(settings: BusSettings, group: GroupFound, trajectory_id: str, resul
             record = _outcome(message, group.group_id, trajectory_id, result)
         elif message.key == trajectory_id:
             assert message.topic.record is not None
-            record = _decoded(message.topic.record, message)
+            record = message.decoded(message.topic.record)
         if record is not None:
             yield record
 
@@ -346,7 +339,7 @@ def _sample(message: KeyedMessage, group_id: str, trajectory_id: str, result: Tr
     """Return the sample if it is of this trajectory; note the trajectory id if it is of the group."""
     if not _names(message.raw.value, group_id):
         return None
-    sample = _decoded(Sample, message)
+    sample = message.decoded(Sample)
     if sample is None or sample.group_id != group_id:
         return None
     result.sampled.add(sample.trajectory_id)
@@ -357,14 +350,14 @@ def _outcome(message: KeyedMessage, group_id: str, trajectory_id: str, result: T
     """Return the outcome if it is of this trajectory; note the outcome if it is of the group."""
     if message.key.rpartition(":")[0] != group_id:
         return None
-    outcome = _decoded(SampleOutcome, message)
+    outcome = message.decoded(SampleOutcome)
     if outcome is not None:
         result.settled.append(outcome)
     return outcome if outcome is not None and outcome.trajectory_id == trajectory_id else None
 
 
 def _prompt_of(group_id: str, message: KeyedMessage) -> Prompt | None:
-    prompt = _decoded(Prompt, message) if _names(message.raw.value, group_id) else None
+    prompt = message.decoded(Prompt) if _names(message.raw.value, group_id) else None
     return prompt if prompt is not None and prompt.group_id == group_id else None
 
 
@@ -385,13 +378,3 @@ def _group_of(letter: DeadLetter) -> str:
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return decode_as(value, type=_GroupName).group_id
     return key.decode(errors="surrogateescape")
-
-
-def _decoded(record: type[R], message: KeyedMessage) -> R | None:
-    """Return the record; None for a tombstone and for an invalid message, which is or will be a dead letter."""
-    if message.raw.value is None:
-        return None
-    try:
-        return decode(record, message.raw.value, message.raw.headers)
-    except (RecordError, msgspec.DecodeError):
-        return None

@@ -12,28 +12,19 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TypeVar
 
 from rose.pipeline.samples.store import SampleStore
-from rose.schemas.errors import RecordError
-from rose.schemas.record import Record
 from rose.schemas.samples import Sample, SampleOutcome
-from rose.schemas.wire import decode
 from rose.topics.catalog import OUTCOMES, SAMPLES
 from rose.topics.dead_letters import dead_lettered_places
-from rose.topics.log_reader import LARGE_RECORDS, KeyedMessage, read_keyed_messages, topic_starts
+from rose.topics.log_reader import CLOCKS_APART_SECONDS, LARGE_RECORDS, read_keyed_messages, topic_starts
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
-
-R = TypeVar("R", bound=Record)
 
 CLIENT = "rose-samples"
 
 WAITING = "waiting"
 """Name in place of an outcome for a sample that has none."""
-
-CLOCKS_APART_SECONDS = 3600.0
-"""Largest difference between the clocks that set `completed_at` of a sample and the timestamp of its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +130,7 @@ def _keep_outcomes(settings: BusSettings, wanted: SampleFilter, store: SampleSto
         settings, topic_starts(settings, [OUTCOMES], client_id=CLIENT), client_id=CLIENT
     ):
         if wanted.group is None or message.key.rpartition(":")[0] == wanted.group:
-            outcome = _decoded(SampleOutcome, message)
+            outcome = message.decoded(SampleOutcome)
             if outcome is not None:
                 store.add_outcome(outcome)
 
@@ -155,16 +146,6 @@ def _samples(settings: BusSettings, wanted: SampleFilter) -> Iterator[Sample]:
     for message in read_keyed_messages(settings, begins, client_id=CLIENT, prefetch_settings=LARGE_RECORDS):
         if (message.partition, message.offset) in dead or (name is not None and name not in (message.raw.value or b"")):
             continue  # a record without the name of the group need not be decoded
-        sample = _decoded(Sample, message)
+        sample = message.decoded(Sample)
         if sample is not None and (wanted.group is None or sample.group_id == wanted.group):
             yield sample
-
-
-def _decoded(record: type[R], message: KeyedMessage) -> R | None:
-    """Return the record; None for an invalid message, which is or will be a dead letter."""
-    if message.raw.value is None:
-        return None
-    try:
-        return decode(record, message.raw.value, message.raw.headers)
-    except RecordError:
-        return None

@@ -260,6 +260,49 @@ class CostModel:
         return seconds + profile.all_reduce.at(tokens) if profile.all_reduce else seconds
 
 
+def linear_profile(
+    source: str,
+    *,
+    card: str,
+    kv_tokens: int,
+    step_seconds: float,
+    prefill_token_seconds: float,
+    sequence_seconds: float = 0.0,
+    context_token_seconds: float = 0.0,
+    devices: int = 1,
+    block_tokens: int = 1,
+    kv_bytes_per_token: int = 1,
+    weight_bytes: int = 1,
+    wake_seconds: float = 0.0,
+) -> Profile:
+    """Return the profile of an engine whose step is a sum of four terms: fixed, by request, context and prompt token.
+
+    `source`: where the figures come from. `wake_seconds`: until an engine decodes, parked or not loaded.
+    """
+    nothing = Curve(source=source, counts=(1, 2), seconds=(0.0, 0.0))
+    return Profile(
+        name=card,
+        model=source,
+        card=card,
+        tensor_parallel=devices,
+        shape=Shape(source=source, layers=1, kv_bytes_per_token=kv_bytes_per_token, weight_bytes=weight_bytes),
+        memory=Memory(source=source, kv_cache_tokens=kv_tokens, block_tokens=block_tokens),
+        host=Host(source=source, step_seconds=step_seconds, sequence_seconds=sequence_seconds),
+        linear=nothing,
+        output=nothing,
+        decode_attention=DecodeAttention(
+            source=source, counts=(1, 2), seconds=(0.0, 0.0), context_token_seconds=context_token_seconds
+        ),
+        prefill_attention=PrefillAttention(source=source, token_seconds=prefill_token_seconds, pair_seconds=0.0),
+        lifecycle=Lifecycle(source=source, wake_seconds=wake_seconds, load_seconds=wake_seconds),
+        links=Links(source=source, network_bytes_per_second=NETWORK_BYTES_PER_SECOND, nvlink_bytes_per_second=0.0),
+    )
+
+
+NETWORK_BYTES_PER_SECOND = 1e9
+"""Bandwidth in a linear profile, which simulations do not read: scenarios state the link."""
+
+
 def profile_names() -> list[str]:
     """Return the names of the profiles that ROSE ships."""
     return sorted(file.stem for file in PROFILES.glob("*.toml"))

@@ -19,17 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.pipeline.simulation.cost_model import (
-    Curve,
-    DecodeAttention,
-    Host,
-    Lifecycle,
-    Links,
-    Memory,
-    PrefillAttention,
-    Profile,
-    Shape,
-)
+from rose.pipeline.simulation.cost_model import Profile, linear_profile
 from rose.pipeline.simulation.least_squares import nonnegative_least_squares
 
 LEAST_ROWS = 16
@@ -76,28 +66,19 @@ class FittedEngine(NamedTuple):
         self, *, card: str, devices: int, kv_tokens: int, kv_bytes_per_token: int, wake_seconds: float = 0.0
     ) -> Profile:
         """Return the profile of an engine with this memory."""
-        source = "fitted to the turns of a recorded run"
-        nothing = Curve(source=source, counts=(1, 2), seconds=(0.0, 0.0))
-        return Profile(
-            name=f"recorded on {card}",
-            model="recorded",
+        return linear_profile(
+            "fitted to the turns of a recorded run",
             card=card,
-            tensor_parallel=devices,
-            shape=Shape(
-                source=source, layers=1, kv_bytes_per_token=max(1, kv_bytes_per_token), weight_bytes=WEIGHT_BYTES
-            ),
-            memory=Memory(source=source, kv_cache_tokens=max(1, kv_tokens), block_tokens=self.block_tokens),
-            host=Host(source=source, step_seconds=self.step_seconds, sequence_seconds=self.sequence_seconds),
-            linear=nothing,
-            output=nothing,
-            decode_attention=DecodeAttention(
-                source=source, counts=(1, 2), seconds=(0.0, 0.0), context_token_seconds=self.context_token_seconds
-            ),
-            prefill_attention=PrefillAttention(
-                source=source, token_seconds=self.prefill_token_seconds, pair_seconds=0.0
-            ),
-            lifecycle=Lifecycle(source=source, wake_seconds=wake_seconds, load_seconds=wake_seconds),
-            links=Links(source=source, network_bytes_per_second=1e9, nvlink_bytes_per_second=0.0),
+            kv_tokens=max(1, kv_tokens),
+            step_seconds=self.step_seconds,
+            prefill_token_seconds=self.prefill_token_seconds,
+            sequence_seconds=self.sequence_seconds,
+            context_token_seconds=self.context_token_seconds,
+            devices=devices,
+            block_tokens=self.block_tokens,
+            kv_bytes_per_token=max(1, kv_bytes_per_token),
+            weight_bytes=WEIGHT_BYTES,
+            wake_seconds=wake_seconds,
         )
 
 

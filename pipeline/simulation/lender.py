@@ -21,7 +21,7 @@ from rose.pipeline.simulation.executors import Executor, Surroundings
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.pipeline.simulation.recorder import Answered, MemoryDecision, Recorder, Swap
 from rose.schemas.grants import CapacityGrant, GrantSource
-from rose.schemas.heartbeats import WorkerClass
+from rose.schemas.heartbeats import BUILDING_REASON, NOT_RESUMED_REASON, WorkerClass
 from rose.workers.executor.grants import Lease, Permission
 from rose.workers.executor.ipc.messages import (
     EngineStatus,
@@ -36,7 +36,7 @@ from rose.workers.executor.step_cost import ComputeShare
 from rose.workers.lender.admission import Admission, Promise, ServingState
 from rose.workers.lender.kv_budget import KvBudget, KvLimits, KvShares, KvUsage
 
-PARKED, WAKING = "it was not told to lend", "its guest is being built"
+PARKED, WAKING = NOT_RESUMED_REASON, BUILDING_REASON
 
 HEADROOM_SHARE = 0.2
 """Share of the KV memory that growth of the guest leaves free for serving (`lender.headroom`)."""

@@ -8,7 +8,6 @@ Keeps true
   and that a version takes to the engines, and the delay between a version and the first turn of a group that it made
   room for.
 - An executor belongs to the fleet if it was there for at least half of the time.
-
 - Heartbeats of an executor that moved lie in the partitions of several cells. So each of its inboxes is followed by
   itself, and the order between partitions does not matter.
 
@@ -16,7 +15,7 @@ A fold over samples, outcomes and heartbeats, each partition in the order of the
 """
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,11 +23,10 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from rose.pipeline.simulation.fitted_engine import ComputedTurn
-from rose.pipeline.simulation.lender import WAKING
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.trainer import StepFigures
 from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
-from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.heartbeats import BUILDING_REASON, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.record import Record
 from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
@@ -40,18 +38,20 @@ RECORDS_OF_A_TURN = 3
 PRESENT_SHARE = 0.5
 """Least share of the run in which an executor of the fleet was there."""
 
-LONGEST_GAP_SECONDS = 2.0
-"""After a longer time without a heartbeat, an executor was away."""
+
+class EngineModel(NamedTuple):
+    """The features of engines that are equally fast."""
+
+    worker_class: WorkerClass
+    device: str
+    devices: int
 
 
 class EngineKind(NamedTuple):
     """The features of engines that are simulated alike."""
 
-    worker_class: WorkerClass
-    device: str
-    devices: int
+    model: EngineModel
     max_turns: int
-    kv_tokens: int
     kv_bytes_per_token: int
 
 
@@ -145,14 +145,14 @@ class RecordedRun:
         worker = self._workers.setdefault(heartbeat.worker, _Worker(heartbeat.worker_class))
         stream = worker.streams.setdefault(heartbeat.slot, _Stream(now))
         gap = now - stream.sent_at
-        if 0.0 < gap <= LONGEST_GAP_SECONDS:
+        if 0.0 < gap <= heartbeat.ttl_seconds:  # after a longer gap the executor was away
             worker.present_seconds += gap
             stream.seconds += gap
             stream.busy_seconds += gap * stream.serving_busy
         stream.sent_at = max(now, stream.sent_at)
         serving = heartbeat.serving
         stream.serving_busy = bool(serving.running or serving.waiting)
-        if heartbeat.paused_reason == WAKING and worker.waking_since is None:
+        if heartbeat.paused_reason == BUILDING_REASON and worker.waking_since is None:
             worker.waking_since = now
         if heartbeat.state is ExecutorState.READY:
             if worker.waking_since is not None:
@@ -196,39 +196,38 @@ class RecordedRun:
         found = [turn for group in groups for each in self._groups[group].values() for turn in each.turns]
         return sorted(found, key=lambda turn: turn.applied_at)
 
-    def computed_turns(self) -> Iterator[tuple[EngineKind | None, ComputedTurn]]:
-        """Yield every computed turn on the log, with the kind of its engine if a heartbeat says the kind."""
+    def computed_turns(self) -> Iterator[ComputedTurn]:
+        """Yield every computed turn on the log."""
         for members in self._groups.values():
             for each in members.values():
-                for turn in each.computed:
-                    yield self.kind(turn.worker), turn
+                yield from each.computed
 
     def kind(self, name: str) -> EngineKind | None:
         """Return the kind of an executor; None if it was never ready."""
         worker = self._workers.get(name)
         if worker is None or not worker.max_turns:
             return None
-        return EngineKind(
-            worker.worker_class,
-            worker.device,
-            worker.devices,
-            worker.max_turns,
-            worker.kv_bytes // worker.kv_bytes_per_token,
-            worker.kv_bytes_per_token,
-        )
+        model = EngineModel(worker.worker_class, worker.device, worker.devices)
+        return EngineKind(model, worker.max_turns, worker.kv_bytes_per_token)
 
-    def fleet(self, begin: float, end: float) -> Counter[EngineKind]:
+    def fleet(self, begin: float, end: float) -> dict[EngineKind, list[str]]:
         """Return the executors that were there for at least half of the time between `begin` and `end`, by kind."""
-        found: Counter[EngineKind] = Counter()
+        found: defaultdict[EngineKind, list[str]] = defaultdict(list)
         for name, worker in self._workers.items():
             kind = self.kind(name)
             if kind is not None and worker.present_seconds >= PRESENT_SHARE * (end - begin):
-                found[kind] += 1
-        return found
+                found[kind].append(name)
+        return dict(found)
 
-    def swap_share(self, kind: EngineKind) -> float:
-        """Return the share of the recorded time in which engines of a kind stood still for new versions."""
-        workers = [worker for name, worker in self._workers.items() if self.kind(name) == kind]
+    def kv_tokens(self, names: Sequence[str]) -> int:
+        """Return the largest KV memory of each executor, in tokens; the mean over the executors."""
+        workers = [self._workers[name] for name in names]
+        return round(fmean(worker.kv_bytes / worker.kv_bytes_per_token for worker in workers))
+
+    def swap_share(self, model: EngineModel) -> float:
+        """Return the share of the recorded time in which engines of a model stood still for new versions."""
+        kinds = {name: self.kind(name) for name in self._workers}
+        workers = [self._workers[name] for name, kind in kinds.items() if kind is not None and kind.model == model]
         seconds = sum(worker.present_seconds for worker in workers)
         return min(1.0, sum(worker.swap_seconds for worker in workers) / seconds) if seconds else 0.0
 

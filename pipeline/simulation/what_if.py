@@ -26,7 +26,7 @@ from rose.pipeline.simulation.fitted_engine import WEIGHT_BYTES, ComputedTurn, F
 from rose.pipeline.simulation.fleet import Fleet
 from rose.pipeline.simulation.latency_histogram import LatencyHistogram
 from rose.pipeline.simulation.lender import HEADROOM_SHARE
-from rose.pipeline.simulation.recorded_run import EngineKind, RecordedRun, RecordedStep
+from rose.pipeline.simulation.recorded_run import EngineKind, EngineModel, RecordedRun, RecordedStep
 from rose.pipeline.simulation.results import measured
 from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.scenario import (
@@ -103,8 +103,8 @@ class Replica:
     step_groups: list[int]
     """Groups of each training step."""
     log: RunFigures
-    engines: dict[str, FittedEngine]
-    """The fitted figures, by class and device."""
+    engines: dict[EngineModel, FittedEngine]
+    """The fitted figures."""
     left_out_groups: int
     """Groups that failed, or are not whole on the log."""
     left_out_executors: int
@@ -149,16 +149,18 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
             "longer than the run, before the run"
         )
     fitted = _fit(run, present, settings.step_tokens)
-    lent = max((kind for kind in present if _lends(kind)), key=lambda kind: present[kind], default=None)
+    lent = max((kind for kind in present if _lends(kind)), key=lambda kind: len(present[kind]), default=None)
     figures = [step.figures for step in steps]
     window = max(run.window_groups(groups) if steps else 0, per_step)
     scenario = Scenario(
         name=settings.name,
         dedicated=tuple(
-            _pool(kind, count, fitted, settings, folder) for kind, count in present.items() if not _lends(kind)
+            _pool(run, kind, names, fitted[kind.model], settings, folder)
+            for kind, names in present.items()
+            if not _lends(kind)
         ),
-        lending=None if lent is None else _lending(run, lent, present[lent], fitted[lent], settings, folder),
-        users=None if lent is None else _users(run, lent.kv_tokens, folder),
+        lending=None if lent is None else _lending(run, lent, present[lent], fitted[lent.model], settings, folder),
+        users=None if lent is None else _users(run, run.kv_tokens(present[lent]), folder),
         tasks=Tasks(groups=per_step, group_size=len(run.members(groups[0]))),
         training=_training(run, steps, settings, window),
         elastic=Elastic(how="none" if lent is None else "lend"),
@@ -170,8 +172,8 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
         prices=_price_list(settings.prices),
     )
     counted = figures or [_whole(turns, begin)]
-    names = {turn.trajectory for turn in turns}
-    simulated = sum(count for kind, count in present.items() if not _lends(kind) or kind == lent)
+    trajectories = {turn.trajectory for turn in turns}
+    simulated = {name for kind, names in present.items() if not _lends(kind) or kind == lent for name in names}
     lenders = {turn.worker for turn in turns if (kind := run.kind(turn.worker)) is not None and _lends(kind)}
     return Replica(
         scenario=scenario,
@@ -181,12 +183,12 @@ def replica_of(run: RecordedRun, settings: RunSettings, usage: Usage, folder: Pa
             turns,
             counted,
             lenders,
-            cost_of(_usage_of(usage, names, begin, end, counted), settings.prices),
+            cost_of(_usage_of(usage, trajectories, begin, end, counted), settings.prices),
             scenario.open_steps,
         ),
-        engines={f"{kind.worker_class.value} {kind.device}": each for kind, each in fitted.items()},
+        engines=fitted,
         left_out_groups=left_out,
-        left_out_executors=max(0, len({turn.worker for turn in turns}) - simulated),
+        left_out_executors=len({turn.worker for turn in turns} - simulated),
     )
 
 
@@ -301,30 +303,31 @@ def _usage_of(usage: Usage, trajectories: set[str], begin: float, end: float, st
 
 
 def _lends(kind: EngineKind) -> bool:
-    return kind.worker_class is WorkerClass.SERVING
+    return kind.model.worker_class is WorkerClass.SERVING
 
 
-def _fit(run: RecordedRun, present: Iterable[EngineKind], step_tokens: int) -> dict[EngineKind, FittedEngine]:
-    """Fit the engines of each kind. An engine stands still for new versions, a guest while its server has requests.
+def _fit(run: RecordedRun, present: Iterable[EngineKind], step_tokens: int) -> dict[EngineModel, FittedEngine]:
+    """Fit the engines of each model. An engine stands still for new versions, a guest while its server has requests.
 
     Lenders that computed too few turns are taken to be as fast as dedicated engines on the same device.
-    Raises RoseError if nothing says how fast a kind of engine is.
+    Raises RoseError if nothing says how fast a model of engine is.
     """
-    turns: defaultdict[EngineKind, list[ComputedTurn]] = defaultdict(list)
-    for kind, turn in run.computed_turns():
-        if kind is not None:
-            turns[kind].append(turn)
-    found: dict[EngineKind, FittedEngine] = {}
-    for kind in sorted(present, key=_lends):
-        stalled = min(1.0, run.swap_share(kind) + (run.serving_share() if _lends(kind) else 0.0))
-        engine = fit_engine(turns[kind], step_tokens=step_tokens, stalled_share=stalled)
-        alike = [each for each in found if (each.device, each.devices) == (kind.device, kind.devices)]
-        if engine is None and not alike:
+    turns: defaultdict[EngineModel, list[ComputedTurn]] = defaultdict(list)
+    for turn in run.computed_turns():
+        if (kind := run.kind(turn.worker)) is not None:
+            turns[kind.model].append(turn)
+    found: dict[EngineModel, FittedEngine] = {}
+    for model in sorted({kind.model for kind in present}, key=lambda model: model.worker_class.value):
+        lends = model.worker_class is WorkerClass.SERVING
+        stalled = min(1.0, run.swap_share(model) + (run.serving_share() if lends else 0.0))
+        own = model._replace(worker_class=WorkerClass.DEDICATED)  # fitted before: "dedicated" comes before "serving"
+        engine = fit_engine(turns[model], step_tokens=step_tokens, stalled_share=stalled) or found.get(own)
+        if engine is None:
             raise RoseError(
-                f"the engines on {kind.device} computed {len(turns[kind])} turns in this time: too few to learn how "
+                f"the engines on {model.device} computed {len(turns[model])} turns in this time: too few to learn how "
                 "fast they are; give a longer stretch of time"
             )
-        found[kind] = found[alike[0]] if engine is None else engine
+        found[model] = engine
     return found
 
 
@@ -335,27 +338,39 @@ def _write(folder: Path, name: str, text: str) -> str:
 
 
 def _pool(
-    kind: EngineKind, count: int, fitted: dict[EngineKind, FittedEngine], settings: RunSettings, folder: Path
+    run: RecordedRun,
+    kind: EngineKind,
+    names: Sequence[str],
+    engine: FittedEngine,
+    settings: RunSettings,
+    folder: Path,
 ) -> Pool:
-    profile = fitted[kind].profile(
-        card=kind.device, devices=kind.devices, kv_tokens=kind.kv_tokens, kv_bytes_per_token=kind.kv_bytes_per_token
+    profile = engine.profile(
+        card=kind.model.device,
+        devices=kind.model.devices,
+        kv_tokens=run.kv_tokens(names),
+        kv_bytes_per_token=kind.kv_bytes_per_token,
     )
-    name = f"dedicated-{list(fitted).index(kind)}.toml"
-    file = _write(folder, name, write_profile(profile))
-    return Pool(profile=file, count=count, max_turns=kind.max_turns, step_tokens=settings.step_tokens)
+    file = _write(folder, f"dedicated-{names[0]}.toml", write_profile(profile))
+    return Pool(profile=file, count=len(names), max_turns=kind.max_turns, step_tokens=settings.step_tokens)
 
 
 def _lending(
-    run: RecordedRun, kind: EngineKind, count: int, guest: FittedEngine, settings: RunSettings, folder: Path
+    run: RecordedRun,
+    kind: EngineKind,
+    names: Sequence[str],
+    guest: FittedEngine,
+    settings: RunSettings,
+    folder: Path,
 ) -> Lending:
     """Return the lending servers: serving is taken to be as fast as the guest.
 
     The guest had at most what serving's headroom leaves of its KV memory.
     """
     profile = guest.profile(
-        card=kind.device,
-        devices=kind.devices,
-        kv_tokens=round(kind.kv_tokens / (1.0 - HEADROOM_SHARE)),
+        card=kind.model.device,
+        devices=kind.model.devices,
+        kv_tokens=round(run.kv_tokens(names) / (1.0 - HEADROOM_SHARE)),
         kv_bytes_per_token=kind.kv_bytes_per_token,
         wake_seconds=run.wake_seconds() or 0.0,
     )
@@ -364,7 +379,7 @@ def _lending(
     return Lending(
         serving_profile=file,
         guest_profile=file,
-        count=count,
+        count=len(names),
         max_turns=kind.max_turns,
         step_tokens=settings.step_tokens,
         dial=promise.dial,

@@ -14,12 +14,11 @@ from contextlib import closing
 from math import inf
 from typing import NamedTuple, Self
 
-from rose.pipeline.samples.log import CLOCKS_APART_SECONDS
 from rose.pipeline.tracking.steps import SampleFacts, Settled, StepPoint, point_of
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.topics.catalog import OUTCOMES, SAMPLES, TRACKER_PREFIX
 from rose.topics.dead_letters import dead_lettered_places
-from rose.topics.log_reader import LARGE_RECORDS, read_keyed_messages
+from rose.topics.log_reader import CLOCKS_APART_SECONDS, LARGE_RECORDS, read_keyed_messages
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope, Place
 from rose.topics.settings import BusSettings

@@ -1,4 +1,4 @@
-"""What if: a recorded run is simulated from its records alone, and a change says what really making it would have."""
+"""A recorded run is simulated from its records alone; a what-if takes as long as a run that has the change."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,7 @@ ASYNCHRONOUS: dict[str, Any] = {
     "training": {"mode": "asynchronous", "max_staleness": 1, "steps": 4},
     "tasks": {"group_size": 6},
 }
-"""As a production run is: groups open while others are trained on."""
+"""Groups open while others are trained on, as in a production run."""
 
 
 def run(**changes: Any) -> Fleet:
@@ -244,6 +244,19 @@ def test_run_without_heartbeats_or_groups_is_refused(tmp_path: Path) -> None:
             recorded.add(record)
     with pytest.raises(RoseError, match="heartbeats_retention_seconds"):
         replica_of(recorded, SETTINGS, Usage([], {}, [], []), tmp_path)
+
+
+def test_executors_that_differ_in_memory_alone_are_one_kind(tmp_path: Path) -> None:
+    """A lender's largest budget depends on its users, and a GPU's KV memory on what else it holds."""
+    recorded = RecordedRun(0.0, float("inf"))
+    for record in recorded_run():
+        if isinstance(record, SlackHeartbeat) and record.worker == "dedicated-0-0":
+            record = msgspec.structs.replace(record, kv_bytes_total=record.kv_bytes_total + 400)
+        recorded.add(record)
+    found = replica_of(recorded, SETTINGS, Usage([], {}, [], []), tmp_path)
+    (pool,), (fitted,) = found.scenario.dedicated, found.engines.values()
+    assert (pool.count, found.left_out_executors) == (2, 0)
+    assert fitted.rows > 200, "all engines of one device are fitted together"
 
 
 def test_group_that_is_not_whole_on_the_log_is_left_out(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from logging import Logger
 
 from rose.schemas.errors import describe_error
+from rose.schemas.heartbeats import BUILDING_REASON, NOT_RESUMED_REASON
 from rose.workers.executor.engine_loop import EngineLoop
 from rose.workers.executor.ipc.messages import NO_LIMIT, EngineLost, NextWork, ServingStats, WorkKind
 from rose.workers.executor.ipc.shared_memory import RingBuffer
@@ -38,8 +39,6 @@ from rose.workers.lender.vllm.host_process import release_frames
 
 FREE_SECONDS = 0.5
 """How long a guest that is suspended waits for idle serving before it frees its memory regardless."""
-
-NOT_RESUMED = "it was not told to lend"
 
 
 class Guest:
@@ -251,11 +250,11 @@ class Guest:
     def _suspended_reason(self) -> str:
         match self._lifecycle.state:
             case Building() | Profiling():
-                return "its guest is being built"
+                return BUILDING_REASON
             case Dropped():
                 return "its guest was dropped, and is built again"
             case _:
-                return self._page.stop_reason or NOT_RESUMED
+                return self._page.stop_reason or NOT_RESUMED_REASON
 
     def _suspend_if_unwanted(self, *, blocked: bool) -> None:
         """Suspend the guest if it should not lend."""
