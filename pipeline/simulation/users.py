@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import NormalDist
 
 from rose.pipeline.simulation.cost_model import CostModel
 from rose.pipeline.simulation.engine import EngineRequest
@@ -114,18 +115,16 @@ class Arrivals:
         return EngineRequest(name, (Segment(name, min(prompt, most_prompt)),), min(new, most_new), at)
 
 
+NORMAL = NormalDist()
+
+
 def mean_length(median: float, spread: float, most: float) -> float:
     """Return the mean of lengths that are log-normal around a median, and cut off at `most`."""
     if not spread:
         return min(median, most)
     cut = math.log(most / median) / spread
-    below = median * math.exp(spread**2 / 2) * _normal(cut - spread)
-    return below + most * (1.0 - _normal(cut))
-
-
-def _normal(value: float) -> float:
-    """Return the probability that a draw from the standard normal distribution is at most `value`."""
-    return 0.5 * math.erfc(-value / math.sqrt(2.0))
+    below = median * math.exp(spread**2 / 2) * NORMAL.cdf(cut - spread)
+    return below + most * (1.0 - NORMAL.cdf(cut))
 
 
 def least_loaded(requests: Sequence[int], turn: int) -> int:

@@ -9,7 +9,7 @@ from confluent_kafka import Producer
 
 from rose.pipeline.audit import audit_log, inspect_log
 from rose.pipeline.cli.dead_letters import DeadLetterRefused, list_dead_letters, retry_dead_letter, show_dead_letter
-from rose.pipeline.cli.replay import print_replay, print_why
+from rose.pipeline.cli.replay_trajectory import print_replay, print_why
 from rose.pipeline.config.options import Common
 from rose.pipeline.replay.records import UnknownTrajectory, find_group
 from rose.schemas.errors import UsageError

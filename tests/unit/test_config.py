@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rose.pipeline.cli.replay import print_why
+from rose.pipeline.cli.replay_trajectory import print_why
 from rose.pipeline.cli.run_commands import watch_run
 from rose.pipeline.config.load import Config, load, resolved_toml, without_secrets, without_settings
 from rose.pipeline.config.options import Common

@@ -7,7 +7,7 @@ import termios
 import msgspec
 import pytest
 
-from rose.pipeline.cli.replay import walk
+from rose.pipeline.cli.replay_trajectory import walk
 from rose.pipeline.replay.records import TrajectoryRecords, fold_trajectory, sort_records
 from rose.pipeline.replay.steps import Step, trajectory_steps
 from rose.pipeline.terminal import read_commands
