@@ -27,6 +27,9 @@ TEXTS = ["", "g-1", "g-2", "g-1:3", "g-1:0", "g-1:4096", "executor-0", FENCING_K
 DEEP = (2, 40, 200, 900)
 """Depths of nested values. The largest is about the depth of a stack."""
 
+LARGE_BYTES = 16 << 10
+"""A message of this size is changed no further: each change may multiply a message by 2,048."""
+
 BOMBS = tuple(byte * (16 << 20) for byte in (b"\0", b"\x91", b"{"))
 """Large values that compress to a thousandth of their size. The broker limits the compressed size."""
 
@@ -107,9 +110,13 @@ class FuzzGenerator:
     def _odd(self, topic: Topic) -> bytes:
         """Return a valid message with some odd values at any depth."""
         plain = self._plain_of(topic)
+        wire = b""
         for _ in range(self.draw.choice([1, 1, 2, 4])):
             self._change(plain)
-        return self._written(topic, plain)
+            wire = self._written(topic, plain)
+            if len(wire) > LARGE_BYTES:
+                break
+        return wire
 
     def _change(self, plain: Any) -> None:
         within = plain
