@@ -230,6 +230,8 @@ class Executor:
             metrics.TURNS.labels(f"dropped_{decision.reason}").inc()
         elif decision.action is InboxAction.REFUSE:
             self._refuse(dispatch, decision.reason, decision.refusal, listed=False)
+        elif decision.action is InboxAction.STOP:
+            self._stop_turn(dispatch.key, decision.reason)
         elif self._gate.reason:
             self._inbox.release(dispatch.key)
             self._refuse(dispatch, self._gate.reason, Refusal.ROOM, listed=False)
@@ -237,6 +239,16 @@ class Executor:
             self._deferred.append(dispatch)
         else:
             self._start_turn(dispatch)
+
+    def _stop_turn(self, key: TurnKey, reason: str) -> None:
+        """Return a held turn with the tokens that were sampled: nobody waits for the rest."""
+        name = "/".join(map(str, key))
+        if name in self._running:
+            self._client.send(AbortTurn(name))
+            return
+        self._contexts.cancel(key)
+        self._deferred = [dispatch for dispatch in self._deferred if dispatch.key != key]
+        self._refuse(self._inbox.release(key), reason, Refusal.ROOM)
 
     def _start_found(self) -> None:
         """Continue with the turns whose contexts were read back."""
