@@ -93,7 +93,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Wall-clock time of the whole run, including evaluations."""
     broker: str
     trajectories: dict[str, int]
-    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, superseded, in_flight."""
+    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, surplus, superseded, in_flight.
+    """
     lost: int
     doubled: int
     success: Success
