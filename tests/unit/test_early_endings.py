@@ -20,7 +20,7 @@ from rose.workers.environments.early_endings import (
     surplus_endings,
 )
 from rose.workers.environments.home import DecisionKind, Home
-from rose.workers.environments.outbox import PendingTransition, group_record
+from rose.workers.environments.outbox import PendingTransition, counted_group, group_record
 from rose.workers.environments.trajectory import Trajectory
 from rose.workers.environments.transitions import OutgoingRecords, advance, end_at_result, fail_trajectory
 from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_of, stepped
@@ -104,8 +104,8 @@ class GroupRun:
                 del self.home.trajectories[item.trajectory_id]
             if item.records.withdrawal is not None:
                 self.withdrawn.append(decode(TurnRequest, item.records.withdrawal.wire))
-        for record in self.home.take_counted():
-            self.record = decode(Group, encode(record))
+        for known, group in self.home.take_counted():
+            self.record = decode(Group, encode(counted_group(known, group)))
 
     def crash(self) -> None:
         """Begin again with what is on the log: here a trajectory without a sample begins anew."""

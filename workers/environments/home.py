@@ -400,26 +400,15 @@ class Home:
         self.settled += gone
         return gone
 
-    def take_counted(self) -> list[Group]:
-        """Return the records of groups whose count of rewarded trajectories has changed."""
-        records = [
-            Group(
-                group_id=group_id,
-                group_size=known.size,
-                state=GroupState.OPEN,
-                offset=known.offset,
-                prompt=group.prompt,
-                outcomes_from=group.outcomes_from,
-                decided_to=known.decided_to,
-                needed=group.needed,
-                rewarded=group.rewarded,
-                changed_at=known.changed_at,
-            )
+    def take_counted(self) -> list[tuple[KnownGroup, OpenGroup]]:
+        """Return the open groups whose count of rewarded trajectories has changed."""
+        counted = [
+            (known, group)
             for group_id in sorted(self.counted_groups)
             if (group := self.open_groups.get(group_id)) and (known := self.groups.get(group_id))
         ]
         self.counted_groups.clear()
-        return records
+        return counted
 
     def overdue_groups(self, now: float, monotonic: float, deadline_seconds: float) -> list[OpenGroup]:
         """Return the open groups that were opened more than `deadline_seconds` ago.

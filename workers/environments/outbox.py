@@ -38,7 +38,15 @@ from rose.topics.records import Place
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.environments import metrics
-from rose.workers.environments.home import OLD_BATCH, DecisionKind, Home, PromptDecision, ResetResult
+from rose.workers.environments.home import (
+    OLD_BATCH,
+    DecisionKind,
+    Home,
+    KnownGroup,
+    OpenGroup,
+    PromptDecision,
+    ResetResult,
+)
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
 from rose.workers.environments.transitions import OutgoingRecords, fail_at_opening, first_request
 
@@ -76,11 +84,12 @@ def group_record(
     decided_to: int | None = None,
     outcomes_from: int,
     needed: int = 0,
+    rewarded: int = 0,
     now: float,
 ) -> Group:
     """The record of a group whose prompt was decided. `prompt` must have its full sampling.
 
-    `needed`: see Group.
+    `needed`, `rewarded`: see Group.
     """
     return Group(
         group_id=prompt.group_id,
@@ -91,7 +100,22 @@ def group_record(
         outcomes_from=outcomes_from,
         decided_to=decided_to,
         needed=needed,
+        rewarded=rewarded,
         changed_at=now,
+    )
+
+
+def counted_group(known: KnownGroup, group: OpenGroup) -> Group:
+    """The record of an open group whose count of rewarded trajectories has changed."""
+    return group_record(
+        group.prompt,
+        GroupState.OPEN,
+        offset=known.offset,
+        decided_to=known.decided_to,
+        outcomes_from=group.outcomes_from,
+        needed=group.needed,
+        rewarded=group.rewarded,
+        now=known.changed_at,
     )
 
 
@@ -323,7 +347,8 @@ class Outbox:
             self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
             self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)
         home.undecodable_results, home.orphaned_trajectories = [], []
-        for group in [*home.take_counted(), *home.take_settled(self._clock())]:
+        counted = [counted_group(known, group) for known, group in home.take_counted()]
+        for group in [*counted, *home.take_settled(self._clock())]:
             self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
         for group_id in old_groups:
             self._writer.tombstone(GROUPS, key=group_id, partition=home.partition)

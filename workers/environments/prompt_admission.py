@@ -47,6 +47,7 @@ def admission_error(prompt: Prompt, rules: TrajectoryRules, check_environment: C
         decided_to=FURTHEST,
         outcomes_from=FURTHEST,
         needed=MAX_GROUP_SIZE,
+        rewarded=MAX_GROUP_SIZE,
         now=0.0,
     )
     try:

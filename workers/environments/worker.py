@@ -383,7 +383,10 @@ class EnvironmentWorker:
         for home in self._homes.values():
             self._ready += surplus_endings(home, self._rules, now) + stale_endings(home, self._rules, now)
             if overdue:
-                self._ready += overdue_endings(home, self._rules, now, monotonic)
+                for ended in overdue_endings(home, self._rules, now, monotonic):
+                    deadline = self._rules.deadline_seconds
+                    log.warning("trajectory_overdue", trajectory=ended.trajectory_id, seconds=deadline)
+                    self._ready.append(ended)
 
     def _end_settled_by_hand(self) -> None:
         """End the trajectories that settle requests name."""
