@@ -110,6 +110,9 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     withdrawn: bool = False
     """Whether the request for this turn is withdrawn: the trajectory has ended, and no result of the turn is applied.
     Such a request has an empty context. An older router drops it as a duplicate."""
+    hold: bool = False
+    """Whether this turn, requested before, is put on hold until it is requested again: its group is deferred. Such a
+    request has an empty context, too."""
 
     @property
     def is_anchor(self) -> bool:
@@ -272,8 +275,8 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     partial: Part | None = msgspec.field(default=None, name="begun")
     """Partial output of earlier attempts, from which this attempt goes on."""
     withdrawn: bool = False
-    """Whether the executor is to stop this attempt, which was dispatched before. An older executor drops such a
-    dispatch as a duplicate."""
+    """Whether the executor is to stop this attempt, which was dispatched before: its turn is withdrawn or on hold. An
+    older executor drops such a dispatch as a duplicate."""
 
     @cached_property
     def request(self) -> TurnRequest:

@@ -12,7 +12,8 @@ Keeps true
 - The first COMPLETED result of a turn finishes the turn, whichever attempt the result belongs to.
 - The router knows the length of a context, not its tokens. A turn whose context no executor can read back waits for a
   request with an anchor. A missing context is no fault.
-- A withdrawn turn is dispatched no more, and its executor is told to stop it.
+- A turn that is withdrawn or on hold is not dispatched, and the executor that holds the turn is told to stop it. A turn
+  on hold keeps its partial, and goes on once it is requested again.
 - A turn becomes FAILED after `max_attempts` attempts that ended by a fault, or once its patience has passed without
   progress. No timeout applies to a running turn.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
@@ -25,13 +26,13 @@ with it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
 from rose.pipeline.routing.assignments import Assignments
 from rose.pipeline.routing.candidates import PlacementQuery
 from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.counters import Counters
 from rose.pipeline.routing.liveness import Executor, ExecutorStatus, Liveness
 from rose.pipeline.routing.placement import Choice, Placement
 from rose.pipeline.routing.prefix_cache import CachedPrefix, PrefixLocations
@@ -49,33 +50,6 @@ from rose.schemas.turns import (
     TurnResult,
     TurnTimes,
 )
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts of events since the start. Counts only grow."""
-
-    requested: int = 0
-    """Turns accepted."""
-    finished: int = 0
-    failed: int = 0
-    """Turns given up by the router."""
-    withdrawn: int = 0
-    """Turns whose request was withdrawn before they finished."""
-    dispatched: int = 0
-    reissued: int = 0
-    """Times that a turn was queued again."""
-    late: int = 0
-    """Results of executions that no longer mattered."""
-    duplicate: int = 0
-    """Requests for turns already known."""
-    lost: int = 0
-    """Dispatches that an executor with heartbeats did not list."""
-    context_missing: int = 0
-    """Times that a turn waited for an anchor."""
-    overtaken: int = 0
-    """Turns finished by the request for the next one, which was read before their result."""
-
 
 ATTEMPT_LIMIT = 2**16
 """Attempts that a dispatch can number. A turn that has used all of them fails."""
@@ -147,9 +121,12 @@ class Router:
     def on_request(self, received: ReceivedRequest, now: float) -> list[Decision]:
         """Accept a request for a turn, the anchor of a known turn, or a withdrawal; return dispatches and failures."""
         known = self.turns.get(received.request.trajectory_id)
-        if received.request.withdrawn:
-            stops = self._withdraw(received.request, now)
+        if received.request.withdrawn or received.request.hold:
+            stops = self._stop(received.request, now)
             return [*stops, *self._dispatch_waiting(now)] if known is not None else []
+        if known is not None and known.on_hold and known.turn == received.request.turn:
+            self._release(known, received, now)
+            return self._dispatch_waiting(now)
         if known is not None and self._attach_anchor(known, received, now):
             return self._dispatch_waiting(now)
         turn = self._accept(known, received, now)
@@ -284,9 +261,13 @@ class Router:
         withdrawn: set[tuple[str, int]] = set()
         for received in requests:
             known = self.turns.get(received.request.trajectory_id)
-            if received.request.withdrawn:
-                withdrawn.add((received.request.trajectory_id, received.request.turn))
-                self._withdraw(received.request, started_at)
+            if received.request.withdrawn or received.request.hold:
+                if received.request.withdrawn:
+                    withdrawn.add((received.request.trajectory_id, received.request.turn))
+                self._stop(received.request, started_at)
+                continue
+            if known is not None and known.on_hold and known.turn == received.request.turn:
+                self._release(known, received, started_at)
                 continue
             if known is not None and self._attach_anchor(known, received, started_at):
                 continue
@@ -302,7 +283,10 @@ class Router:
                     decisions.append(msgspec.structs.replace(dispatch, claim=claim, partial=None, withdrawn=True))
                 yield dispatch
 
+        held = [turn for turn in self.turns.values() if turn.on_hold]
         orphans = self.assignments.restore(noting_withdrawn(), started_at)
+        for turn in held:
+            decisions += self._revoke_for_hold(turn, started_at)
         for result in results:
             decisions += self.on_result(result, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
@@ -312,7 +296,7 @@ class Router:
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
             turn.due = now + turn.patience_seconds
-            if not turn.worker and not turn.context_missing:
+            if not turn.worker and not turn.context_missing and not turn.on_hold:
                 self.queue.remove(turn)
                 self.queue.push(turn)
         return decisions
@@ -335,19 +319,46 @@ class Router:
         self.turns[request.trajectory_id] = turn
         return turn
 
-    def _withdraw(self, request: TurnRequest, now: float) -> list[Decision]:
-        """Drop the turn whose request is withdrawn; return the dispatch that stops it, if an executor holds it."""
+    def _stop(self, request: TurnRequest, now: float) -> list[Decision]:
+        """Drop the turn whose request is withdrawn, or put it on hold; return the dispatch that stops it, if any."""
         turn = self.turns.get(request.trajectory_id)
         if turn is None or turn.turn != request.turn:
             return []
+        if request.withdrawn:
+            stops = self._stopping_dispatch(turn, now)
+            self._remove(turn, answered=False)
+            self.counters.withdrawn += 1
+            return stops
+        if turn.worker:
+            return self._revoke_for_hold(turn, now)
+        self.queue.remove(turn)
+        self.queue.hold(turn)
+        return []
+
+    def _revoke_for_hold(self, turn: Turn, now: float) -> list[Decision]:
+        """Put a turn on hold if an executor holds the turn; return the dispatch that stops the turn."""
+        if not turn.worker:
+            return []
+        stops = self._stopping_dispatch(turn, now)
+        self.assignments.revoke(turn, charged=False)
+        turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
+        self.queue.hold(turn)
+        return stops
+
+    def _release(self, turn: Turn, received: ReceivedRequest, now: float) -> None:
+        """Queue a turn on hold, which is requested again."""
+        self.queue.remove(turn)
+        turn.replace_request(*received)
+        turn.queued_at, turn.due = now, now + turn.patience_seconds
+        self.queue.push(turn)
+
+    def _stopping_dispatch(self, turn: Turn, now: float) -> list[Decision]:
         stops: list[Decision] = []
         executor = self.liveness.executors.get(turn.worker)
         if executor is not None:
             nothing = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
             choice = Choice(executor.worker, executor.slot, executor.incarnation, nothing)
             stops.append(self._dispatch_of(turn, choice, now, withdrawn=True))
-        self._remove(turn, answered=False)
-        self.counters.withdrawn += 1
         return stops
 
     def _attach_anchor(self, turn: Turn, received: ReceivedRequest, now: float) -> bool:
@@ -508,17 +519,8 @@ class Router:
         self.prefix_locations.on_turn_finished(turn.trajectory_id, turn.trajectory, turn.turn)
 
     def _fail_out_of_patience(self, turn: Turn, now: float) -> TurnResult:
-        """Fail a turn whose patience has passed; the reason says what the turn waited for."""
-        patience = f"{turn.patience_seconds:g} s"
-        if turn.worker:
-            return self._fail(
-                turn, f"{turn.worker}, which has the turn, did not list it as running for {patience}", now
-            )
-        if turn.seeded and self.placement.refuses_seeds:
-            return self._fail(turn, "no executor takes turns with a seed", now)
-        if turn.context_missing:
-            return self._fail(turn, f"its context cannot be read, and no anchor request came within {patience}", now)
-        return self._fail(turn, f"no executor has taken it up in {patience}", now)
+        """Fail a turn whose patience has passed."""
+        return self._fail(turn, turn.patience_reason(refuses_seeds=self.placement.refuses_seeds), now)
 
     def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
         self._remove(turn, answered=False)
@@ -537,7 +539,8 @@ class Router:
 
     def _sweep(self, now: float) -> list[Decision]:
         """Fail the turns that made no progress within their patience, and forget executors that are gone."""
-        old = [turn for turn in self.turns.values() if turn.queued_at + turn.patience_seconds <= now]
+        waiting = [turn for turn in self.turns.values() if not turn.on_hold]
+        old = [turn for turn in waiting if turn.queued_at + turn.patience_seconds <= now]
         late = [turn for turn in old if self.assignments.last_progress_at(turn) + turn.patience_seconds <= now]
         decisions: list[Decision] = [self._fail_out_of_patience(turn, now) for turn in late]
         for worker in self.liveness.forget_gone():
