@@ -115,6 +115,11 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     request has an empty context, too."""
 
     @property
+    def stops(self) -> bool:
+        """Whether it asks for no turn: it withdraws one, or puts one on hold."""
+        return self.withdrawn or self.hold
+
+    @property
     def is_anchor(self) -> bool:
         """Whether the request carries its context whole."""
         return not self.chain

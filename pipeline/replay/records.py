@@ -166,16 +166,16 @@ def _newest(history: TrajectoryHistory) -> Episode:
 
 
 def sort_records(records: TrajectoryRecords, more: Iterable[object]) -> None:
-    """Append each record to the list of its kind in `records`."""
+    """Append each record to the list of its kind in `records`, without those that only stop a turn."""
     for record in more:
         match record:
             case Prompt():
                 records.prompt = records.prompt or record
             case TrajectoryProgress():
                 records.progress = record
-            case TurnRequest():
+            case TurnRequest() if not record.stops:
                 records.requests.append(record)
-            case TurnDispatch():
+            case TurnDispatch() if not record.withdrawn:
                 records.dispatches.append(record)
             case TurnResult():
                 records.results.append(record)

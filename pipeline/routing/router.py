@@ -121,7 +121,7 @@ class Router:
     def on_request(self, received: ReceivedRequest, now: float) -> list[Decision]:
         """Accept a request for a turn, the anchor of a known turn, or a withdrawal; return dispatches and failures."""
         known = self.turns.get(received.request.trajectory_id)
-        if received.request.withdrawn or received.request.hold:
+        if received.request.stops:
             stops = self._stop(received.request, now)
             return [*stops, *self._dispatch_waiting(now)] if known is not None else []
         if known is not None and known.on_hold and known.turn == received.request.turn:
@@ -261,7 +261,7 @@ class Router:
         withdrawn: set[tuple[str, int]] = set()
         for received in requests:
             known = self.turns.get(received.request.trajectory_id)
-            if received.request.withdrawn or received.request.hold:
+            if received.request.stops:
                 if received.request.withdrawn:
                     withdrawn.add((received.request.trajectory_id, received.request.turn))
                 self._stop(received.request, started_at)

@@ -142,6 +142,33 @@ def test_groups_end_without_their_slow_surplus_trajectories_over_kills(
     assert audit.trained == GROUPS * SIZE and audit.surplus == GROUPS * (launched - SIZE)
 
 
+@kafka_first
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [4])
+def test_deferred_groups_end_as_if_undisturbed_over_kills(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, seed: int
+) -> None:
+    """A third of the groups gets no result before it was deferred. The seed determines the times of the kills."""
+    draw = random.Random(seed)
+
+    def is_answered(request: TurnRequest) -> bool:
+        return int(request.group_id[1:]) % 3 != 0 or request.trajectory_id in executors.holds
+
+    executors.answers, executors.step_samples = is_answered, SIZE
+    submit_all(executors)
+    config = {"model_folder": model, "window_groups": 4, "groups_ratio": 1.5}
+    for _ in range(3):
+        until = executors.requested + draw.randint(1, 60)
+        with worker_process(executors.settings, 0, config) as worker:
+            executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
+            kill(worker)
+    with worker_process(executors.settings, 0, config):
+        finish(executors)
+    assert once(executors) == undisturbed
+    assert {name.partition(":")[0] for name in executors.holds} >= {f"g{number}" for number in range(0, GROUPS, 3)}
+    assert audit_log(executors.settings).clean
+
+
 @pytest.mark.slow
 def test_two_workers_share_the_homes_and_one_takes_over_from_the_other(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str

@@ -12,15 +12,15 @@ from rose.topics.writer import Writer
 WITHOUT_REWARD = {Ending.SURPLUS: Outcome.SURPLUS, Ending.STALE: Outcome.STALE}
 
 
-def settle(writer: Writer, sample: Sample) -> None:
-    """Write the outcome of the sample; a flush of the writer stores it."""
+def settle(writer: Writer, sample: Sample, *, step: int = 0) -> None:
+    """Write the outcome of the sample at this step; a flush of the writer stores it."""
     outcome = SampleOutcome(
         trajectory_id=sample.trajectory_id,
         group_id=sample.group_id,
         outcome=Outcome.TRAINED
         if sample.reward is not None
         else WITHOUT_REWARD.get(sample.ended, Outcome.INFRA_FAILED),
-        step=0,
+        step=step,
         policy_version=0,
         recorded_at=time.time(),
     )

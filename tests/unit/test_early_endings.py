@@ -20,7 +20,7 @@ from rose.workers.environments.early_endings import (
     surplus_endings,
 )
 from rose.workers.environments.home import DecisionKind, Home
-from rose.workers.environments.outbox import PendingTransition, counted_group, group_record
+from rose.workers.environments.outbox import PendingTransition, group_record, open_group_record
 from rose.workers.environments.trajectory import Trajectory
 from rose.workers.environments.transitions import OutgoingRecords, advance, end_at_result, fail_trajectory
 from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_of, stepped
@@ -102,10 +102,10 @@ class GroupRun:
             if item.records.sample is not None:
                 self.samples.append(decode(Sample, item.records.sample.wire))
                 del self.home.trajectories[item.trajectory_id]
-            if item.records.withdrawal is not None:
-                self.withdrawn.append(decode(TurnRequest, item.records.withdrawal.wire))
-        for known, group in self.home.take_counted():
-            self.record = decode(Group, encode(counted_group(known, group)))
+            if item.records.stop is not None:
+                self.withdrawn.append(decode(TurnRequest, item.records.stop.wire))
+        for known, group in self.home.take_changed():
+            self.record = decode(Group, encode(open_group_record(known, group)))
 
     def crash(self) -> None:
         """Begin again with what is on the log: here a trajectory without a sample begins anew."""
@@ -194,7 +194,7 @@ def test_group_without_surplus_trajectories_counts_nothing() -> None:
     )
     assert written.sample is not None
     home.on_sample(written.sample.record)
-    assert home.take_counted() == [] and surplus_endings(home, RULES, 5.0) == []
+    assert home.take_changed() == [] and surplus_endings(home, RULES, 5.0) == []
 
 
 def test_overdue_trajectory_fails_and_its_turn_is_withdrawn() -> None:
@@ -203,8 +203,8 @@ def test_overdue_trajectory_fails_and_its_turn_is_withdrawn() -> None:
     ended = overdue_endings(home, DEADLINE, 1_100.0, 0.0)
     assert len(ended) == MEMBERS
     for item in ended:
-        assert item.records.sample is not None and item.records.withdrawal is not None
-        sample, withdrawal = item.records.sample.record, item.records.withdrawal.record
+        assert item.records.sample is not None and item.records.stop is not None
+        sample, withdrawal = item.records.sample.record, item.records.stop.record
         assert (sample.reward, sample.ended) == (None, Ending.FAILED) and "60 s" in sample.failure
         assert (withdrawal.trajectory_id, withdrawal.turn, withdrawal.withdrawn) == (item.trajectory_id, 0, True)
     assert overdue_endings(home, DEADLINE, 1_100.0, 0.0) == [], "each trajectory ends once"

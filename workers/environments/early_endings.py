@@ -28,7 +28,7 @@ def ending_at_result(home: Home, trajectory: Trajectory, result: TurnResult) -> 
 
 def surplus_endings(home: Home, rules: TrajectoryRules, now: float) -> list[PendingTransition]:
     """End the trajectories of the groups that have become complete."""
-    counted = (home.open_groups.get(group_id) for group_id in home.counted_groups)
+    counted = (home.open_groups.get(group_id) for group_id in home.changed_groups)
     complete = [group for group in counted if group is not None and group.is_complete]
     waiting = _waiting(home, (name for group in complete for name in group.members))
     return [_end(home, trajectory, Ending.SURPLUS, rules, now) for trajectory in waiting]

@@ -142,6 +142,8 @@ class OpenGroup:
     """See `Group.needed`."""
     rewarded: int = 0
     """See `Group.rewarded`."""
+    deferrals: int = 0
+    deferred: bool = False
     seen_at: float | None = None
     """Monotonic seconds at the first look for overdue groups; None before it."""
 
@@ -187,10 +189,12 @@ class Home:
         """Settle requests that are not carried out yet, by trajectory."""
         self.decisions: deque[PromptDecision] = deque()
         """Decisions that are not on the log yet, in order."""
-        self.counted_groups: set[str] = set()
-        """Open groups whose count of rewarded trajectories has changed since it was last written."""
+        self.changed_groups: set[str] = set()
+        """Open groups whose counts or deferral have changed since their records were last written."""
         self.oldest_fresh = 0
         """The oldest policy version that can still be trained on, by the newest outcome of a known group; 0: any."""
+        self.newest_step = 0
+        """The newest step of the trainer, by the outcomes of known groups."""
         self.swept_fresh = 0
         """`oldest_fresh` when the trajectories were last searched for older tokens."""
         self._homes = homes
@@ -222,6 +226,11 @@ class Home:
         if self.decisions:
             return self.decisions[0].message.offset
         return self._waiting[0].offset if self._waiting else self._prompts_next
+
+    @property
+    def active_groups(self) -> int:
+        """Number of open groups that are not deferred."""
+        return sum(not group.deferred for group in self.open_groups.values())
 
     @property
     def waits(self) -> bool:
@@ -318,8 +327,9 @@ class Home:
             fresh = _all_wait(group.prompt, group.outcomes_from, group.needed)
             opened = self.open_groups.setdefault(group.group_id, fresh)
             opened.prompt, opened.rewarded = group.prompt, group.rewarded  # with its full sampling
+            opened.deferrals, opened.deferred = group.deferrals, group.deferred
             if opened.is_complete:  # the surplus trajectories whose steps were running have not ended
-                self.counted_groups.add(group.group_id)
+                self.changed_groups.add(group.group_id)
 
     def on_group_tombstone(self, group_id: str) -> None:
         """Apply the tombstone of a group."""
@@ -331,13 +341,16 @@ class Home:
         group = self.open_groups.get(sample.group_id)
         if group is not None and group.needed and sample.reward is not None:
             group.rewarded += 1
-            self.counted_groups.add(sample.group_id)
+            self.changed_groups.add(sample.group_id)
 
-    def on_outcome(self, group_id: str, trajectory_id: str, offset: int, *, oldest_fresh: int = 0) -> None:
+    def on_outcome(
+        self, group_id: str, trajectory_id: str, offset: int, *, step: int = 0, oldest_fresh: int = 0
+    ) -> None:
         """Apply the outcome of a trajectory; a repeated outcome changes nothing."""
         group = self.open_groups.get(group_id)
-        if oldest_fresh and group_id in self.groups:  # outcomes of another home may be of another model
-            self.oldest_fresh = oldest_fresh
+        if group_id in self.groups:  # outcomes of another home may be of another model
+            self.newest_step = max(step, self.newest_step)
+            self.oldest_fresh = oldest_fresh or self.oldest_fresh
         index = trajectory_id[len(group_id) + 1 :]
         if group is None or offset < group.outcomes_from or not index.isdecimal() or int(index) >= MAX_GROUP_SIZE:
             return
@@ -400,14 +413,14 @@ class Home:
         self.settled += gone
         return gone
 
-    def take_counted(self) -> list[tuple[KnownGroup, OpenGroup]]:
-        """Return the open groups whose count of rewarded trajectories has changed."""
+    def take_changed(self) -> list[tuple[KnownGroup, OpenGroup]]:
+        """Return the open groups whose records have changed."""
         counted = [
             (known, group)
-            for group_id in sorted(self.counted_groups)
+            for group_id in sorted(self.changed_groups)
             if (group := self.open_groups.get(group_id)) and (known := self.groups.get(group_id))
         ]
-        self.counted_groups.clear()
+        self.changed_groups.clear()
         return counted
 
     def overdue_groups(self, now: float, monotonic: float, deadline_seconds: float) -> list[OpenGroup]:

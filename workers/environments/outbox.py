@@ -85,11 +85,13 @@ def group_record(
     outcomes_from: int,
     needed: int = 0,
     rewarded: int = 0,
+    deferrals: int = 0,
+    deferred: bool = False,
     now: float,
 ) -> Group:
     """The record of a group whose prompt was decided. `prompt` must have its full sampling.
 
-    `needed`, `rewarded`: see Group.
+    `needed`, `rewarded`, `deferrals`, `deferred`: see Group.
     """
     return Group(
         group_id=prompt.group_id,
@@ -101,12 +103,14 @@ def group_record(
         decided_to=decided_to,
         needed=needed,
         rewarded=rewarded,
+        deferrals=deferrals,
+        deferred=deferred,
         changed_at=now,
     )
 
 
-def counted_group(known: KnownGroup, group: OpenGroup) -> Group:
-    """The record of an open group whose count of rewarded trajectories has changed."""
+def open_group_record(known: KnownGroup, group: OpenGroup) -> Group:
+    """The record of an open group whose counts or deferral have changed."""
     return group_record(
         group.prompt,
         GroupState.OPEN,
@@ -115,6 +119,8 @@ def counted_group(known: KnownGroup, group: OpenGroup) -> Group:
         outcomes_from=group.outcomes_from,
         needed=group.needed,
         rewarded=group.rewarded,
+        deferrals=group.deferrals,
+        deferred=group.deferred,
         now=known.changed_at,
     )
 
@@ -197,7 +203,11 @@ class Outbox:
         """
         decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
         touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}
-        touched |= {home.partition for home in homes.values() if home.undecodable_results or home.orphaned_trajectories}
+        touched |= {
+            home.partition
+            for home in homes.values()
+            if home.undecodable_results or home.orphaned_trajectories or home.changed_groups
+        }
         unhurried = time.monotonic() - self._committed_at >= OFFSETS_SECONDS
         if unhurried:
             moved = self._offsets(homes.values())
@@ -347,7 +357,7 @@ class Outbox:
             self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
             self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)
         home.undecodable_results, home.orphaned_trajectories = [], []
-        counted = [counted_group(known, group) for known, group in home.take_counted()]
+        counted = [open_group_record(known, group) for known, group in home.take_changed()]
         for group in [*counted, *home.take_settled(self._clock())]:
             self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
         for group_id in old_groups:
@@ -384,9 +394,9 @@ class Outbox:
                 on_delivery=self._on_request_stored(trajectory),
             )
             self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
-        if written.withdrawal is not None:
+        if written.stop is not None:
             self._request_next[partition] += 1
-            self._writer.write(REQUESTED, written.withdrawal, key=own_id, partition=partition, trajectory_id=own_id)
+            self._writer.write(REQUESTED, written.stop, key=own_id, partition=partition, trajectory_id=own_id)
         if written.sample is not None:
             sample = written.sample.record
             self._counted.append((metrics.ENDED.labels(sample.ended.value), 1))

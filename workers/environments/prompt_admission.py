@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rose.schemas.errors import RecordError, UsageError
-from rose.schemas.limits import MAX_GROUP_SIZE
+from rose.schemas.limits import MAX_DEFERRALS, MAX_GROUP_SIZE
 from rose.schemas.progress import GroupState
 from rose.schemas.prompts import Prompt, sampling_error, stop_tokens_error, trajectory_id
 from rose.schemas.wire import encode
@@ -48,6 +48,7 @@ def admission_error(prompt: Prompt, rules: TrajectoryRules, check_environment: C
         outcomes_from=FURTHEST,
         needed=MAX_GROUP_SIZE,
         rewarded=MAX_GROUP_SIZE,
+        deferrals=MAX_DEFERRALS,
         now=0.0,
     )
     try:

@@ -392,4 +392,6 @@ def _fetch_contents(settings: BusSettings, recoveries: dict[int, Recovery], on_w
 
 def _turn_of(envelope: Envelope) -> Turn | None:
     request = envelope.record
-    return (request.trajectory_id, request.turn) if isinstance(request, TurnRequest) else None
+    if not isinstance(request, TurnRequest) or request.stops:
+        return None
+    return request.trajectory_id, request.turn

@@ -44,14 +44,18 @@ class StepResult:
 class OutgoingRecords:
     """Records of one event of a trajectory.
 
-    Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory, with the
-    withdrawal of the turn that was requested.
+    Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory. Both may come
+    with a request that stops the turn which was requested.
     """
 
     request: EncodedRecord[TurnRequest] | None = None
     snapshot: EncodedRecord[EnvSnapshot] | None = None
     sample: EncodedRecord[Sample] | None = None
-    withdrawal: EncodedRecord[TurnRequest] | None = None
+    stop: EncodedRecord[TurnRequest] | None = None
+    """Withdraws the turn, or puts the turn on hold."""
+
+
+NOTHING = OutgoingRecords()
 
 
 def first_request(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
@@ -101,7 +105,7 @@ def advance(
 
 
 def request_again(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
-    """Request the current turn again with the whole context, because its chain could not be read back."""
+    """Request the current turn again with the whole context: its chain could not be read back, or it was on hold."""
     trajectory.anchor()
     return _next_turn(trajectory, rules, now, changed=False)
 
@@ -145,7 +149,21 @@ def end_early(
 
     `failure`: why the infrastructure failed; empty if it did not.
     """
-    withdrawal = TurnRequest(
+    stop = _stop(trajectory, rules, now, withdrawn=True)
+    return replace(_without_reward(trajectory, ending, failure, rules, now), stop=stop)
+
+
+def put_on_hold(
+    trajectory: Trajectory, rules: TrajectoryRules, now: float, written: OutgoingRecords = NOTHING
+) -> OutgoingRecords:
+    """Put the turn that is requested on hold. `written`: records with the request of this turn, if it is new."""
+    return replace(written, stop=_stop(trajectory, rules, now, hold=True))
+
+
+def _stop(
+    trajectory: Trajectory, rules: TrajectoryRules, now: float, *, withdrawn: bool = False, hold: bool = False
+) -> EncodedRecord[TurnRequest]:
+    request = TurnRequest(
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.prompt.group_id,
         home=trajectory.home,
@@ -155,10 +173,10 @@ def end_early(
         sampling=trajectory.sampling,
         requested_at=now,
         patience_seconds=rules.turn_patience_seconds,
-        withdrawn=True,
+        withdrawn=withdrawn,
+        hold=hold,
     )
-    written = _without_reward(trajectory, ending, failure, rules, now)
-    return replace(written, withdrawal=encoded(withdrawal))
+    return encoded(request)
 
 
 def _without_reward(

@@ -44,6 +44,7 @@ from rose.workers.environments.membership import RECOVERABLE, Membership, Recove
 from rose.workers.environments.outbox import Outbox, PendingTransition, fence
 from rose.workers.environments.prompt_admission import PendingReset, admission_error, reset_jobs
 from rose.workers.environments.recovery import outcomes_from, recover_homes
+from rose.workers.environments.rounds import Rounds
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
 from rose.workers.environments.transitions import (
@@ -53,6 +54,7 @@ from rose.workers.environments.transitions import (
     end_early,
     fail_at_opening,
     fail_trajectory,
+    put_on_hold,
     request_again,
 )
 
@@ -91,20 +93,20 @@ class EnvironmentWorker:
         name: str,
         *,
         rules: TrajectoryRules,
-        window_groups: int,
+        rounds: Rounds,
         runners: RunnerPool,
         check_environment: Callable[[str], object],
     ) -> None:
         """`name`: unique name of the worker.
 
-        `window_groups`: most groups without all outcomes. `check_environment` raises UsageError if a name leads to no
+        `rounds`: how many groups may be active. `check_environment` raises UsageError if a name leads to no
         environment.
         """
         register(metrics.ENVIRONMENT)
         self._settings = settings
         self._name = name
         self._rules = rules
-        self._window_groups = window_groups
+        self._rounds = rounds
         self._runners = runners
         self._check_environment = check_environment
         self._member = Membership(settings, name, ENVIRONMENT_GROUP, on_wait=self._on_wait)
@@ -161,6 +163,7 @@ class EnvironmentWorker:
         for item in early + items:
             self._on_item(item)
         self._on_settle_items(self._outcomes.read(BATCH, 0.0))
+        self._ready += self._rounds.advance(self._homes.values(), self._rules, time.time(), time.monotonic())
         self._open_groups()
         self._runners.start(self._jobs)
         self._jobs = []
@@ -237,6 +240,7 @@ class EnvironmentWorker:
             written = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, time.time())
             self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
+        self._rounds.recover(self._homes.values(), time.monotonic())
         reader.assign(taken.begins)
         outbox.on_recovered(taken.begins, taken.request_ends)
         self._log_cleaner.request_soon()
@@ -341,6 +345,9 @@ class EnvironmentWorker:
         """Add the records that the result at `offset` caused to the next transaction."""
         if written.sample is not None:
             home.on_sample(written.sample.record)
+        group = home.open_groups.get(trajectory.prompt.group_id)
+        if written.request is not None and group is not None and group.deferred:
+            written = put_on_hold(trajectory, self._rules, time.time(), written)
         self._ready.append(PendingTransition(home, trajectory.trajectory_id, written, offset))
 
     def _ended_at(self, ticket: _Applying, ending: Ending, now: float, failure: str = "") -> OutgoingRecords:
@@ -371,6 +378,7 @@ class EnvironmentWorker:
                         item.record.group_id,
                         item.record.trajectory_id,
                         item.offset,
+                        step=item.record.step,
                         oldest_fresh=item.record.oldest_fresh,
                     )
 
@@ -404,7 +412,7 @@ class EnvironmentWorker:
         able = [home for home in self._homes.values() if home.waits]
         while able:
             home = able.pop(0)
-            room = self._unsettled() < self._window_groups
+            room = self._active() < self._rounds.limit
             decision = home.decide(has_room=room, outcomes_from=self._outcomes_next)
             if decision is None:
                 continue
@@ -416,7 +424,7 @@ class EnvironmentWorker:
                     self._jobs += reset_jobs(home, decision, generation=self._generation)
             if home.waits:
                 able.append(home)
-        full = self._unsettled() >= self._window_groups or any(home.waits for home in self._homes.values())
+        full = self._active() >= self._rounds.limit or any(home.waits for home in self._homes.values())
         if full != self._paused:
             places: list[Place] = [(PROMPTS, home) for home in self._homes]
             if full:
@@ -474,6 +482,9 @@ class EnvironmentWorker:
         if ended:
             self._runners.release(ended)
 
+    def _active(self) -> int:
+        return sum(home.active_groups for home in self._homes.values())
+
     def _unsettled(self) -> int:
         return sum(len(home.open_groups) for home in self._homes.values())
 
@@ -481,6 +492,7 @@ class EnvironmentWorker:
         metrics.HOMES.set(len(self._homes))
         metrics.TRAJECTORIES.set(sum(len(home.trajectories) for home in self._homes.values()))
         metrics.UNSETTLED.set(self._unsettled())
+        metrics.DEFERRED.set(self._unsettled() - self._active())
         metrics.LIVE.set(self._runners.live)
         metrics.STUCK.set(self._runners.threads_stuck)
 
