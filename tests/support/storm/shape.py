@@ -22,6 +22,7 @@ class Shape:
     groups_per_second: float = 1.5
     group_size: int = 4
     members_ratio: float = 1.25
+    groups_ratio: float = 1.5
     blocking_groups: int = 2
 
     @property
