@@ -6,6 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.schemas.limits import MAX_RECORD_BYTES
 from rose.schemas.progress import Group, GroupState
 from rose.schemas.prompts import Prompt, trajectory_id
 from rose.schemas.samples import TRUNCATED, Ending, Sample
@@ -223,3 +224,16 @@ def test_bound_of_an_unknown_group_ends_nothing() -> None:
     home.on_outcome("other", "other:0", 0, oldest_fresh=7)
     trajectory = home.trajectories["g:0"]
     assert ending_at_result(home, trajectory, result_of(trajectory)) is None
+
+
+def test_trajectory_that_failed_behind_its_step_is_not_ended_again() -> None:
+    home = home_of(group_of(now=1_000.0))
+    home.on_log_time(1_100.0)
+    trajectory = home.trajectories["g:0"]
+    trajectory.applying = True
+    large = stepped(state=bytes(MAX_RECORD_BYTES + 1))
+    written = advance(trajectory, result_of(trajectory), large, offset=0, rules=RULES, applied_at=3.0, now=4.0)
+    assert written.sample is not None and "cannot be saved" in written.sample.record.failure
+    home.on_outcome("g", "g:none", 0, oldest_fresh=9)
+    ended = [*stale_endings(home, RULES, 5.0), *overdue_endings(home, DEADLINE, 1_100.0, 0.0)]
+    assert "g:0" not in {item.trajectory_id for item in ended}
