@@ -12,7 +12,7 @@ Keeps true
 - The first COMPLETED result of a turn finishes the turn, whichever attempt the result belongs to.
 - The router knows the length of a context, not its tokens. A turn whose context no executor can read back waits for a
   request with an anchor. A missing context is no fault.
-- A withdrawn turn is dispatched no more, and its executor is told to stop it.
+- A withdrawn turn is dispatched no more, and each executor that may run it is told once to stop it.
 - A turn becomes FAILED after `max_attempts` attempts that ended by a fault, or once its patience has passed without
   progress. No timeout applies to a running turn.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
@@ -24,7 +24,7 @@ Pure: `now` is seconds on the router's own clock. Dispatches carry the time of t
 with it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -37,11 +37,11 @@ from rose.pipeline.routing.placement import Choice, Placement
 from rose.pipeline.routing.prefix_cache import CachedPrefix, PrefixLocations
 from rose.pipeline.routing.turn import LengthsByEnvironment, Turn
 from rose.pipeline.routing.turn_queue import ReceivedRequest, TurnQueue
+from rose.pipeline.routing.withdrawals import RestoredStops, stops_of
 from rose.schemas.arrays import count
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.record import Record
 from rose.schemas.turns import (
-    PlacementCost,
     Refusal,
     TurnDispatch,
     TurnOutcome,
@@ -148,7 +148,7 @@ class Router:
         """Accept a request for a turn, the anchor of a known turn, or a withdrawal; return dispatches and failures."""
         known = self.turns.get(received.request.trajectory_id)
         if received.request.withdrawn:
-            stops = self._withdraw(received.request, now)
+            stops = self._withdraw(received, now)
             return [*stops, *self._dispatch_waiting(now)] if known is not None else []
         if known is not None and self._attach_anchor(known, received, now):
             return self._dispatch_waiting(now)
@@ -281,12 +281,12 @@ class Router:
         because of its fencing token.
         """
         started_at = clock()
-        withdrawn: set[tuple[str, int]] = set()
+        stops = RestoredStops()
         for received in requests:
             known = self.turns.get(received.request.trajectory_id)
             if received.request.withdrawn:
-                withdrawn.add((received.request.trajectory_id, received.request.turn))
-                self._withdraw(received.request, started_at)
+                stops.on_withdrawal(received)
+                self._withdraw(received, started_at)
                 continue
             if known is not None and self._attach_anchor(known, received, started_at):
                 continue
@@ -294,17 +294,10 @@ class Router:
             if opened is not None:
                 self.queue.push(opened)
         decisions: list[Decision] = []
-
-        def noting_withdrawn() -> Iterator[TurnDispatch]:
-            for dispatch in dispatches:
-                if (dispatch.request.trajectory_id, dispatch.request.turn) in withdrawn:
-                    claim = self.fencing_tokens.get(dispatch.slot, 0)
-                    decisions.append(msgspec.structs.replace(dispatch, claim=claim, partial=None, withdrawn=True))
-                yield dispatch
-
-        orphans = self.assignments.restore(noting_withdrawn(), started_at)
+        orphans = self.assignments.restore(stops.reading(dispatches), started_at)
         for result in results:
             decisions += self.on_result(result, started_at)
+        decisions += stops.missing(self.liveness.executors.values(), self.fencing_tokens, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
             self.assignments.complete(turn)
             decisions += self._reissue(turn, "its executor restarted", started_at, fault=True)
@@ -335,20 +328,15 @@ class Router:
         self.turns[request.trajectory_id] = turn
         return turn
 
-    def _withdraw(self, request: TurnRequest, now: float) -> list[Decision]:
-        """Drop the turn whose request is withdrawn; return the dispatch that stops it, if an executor holds it."""
+    def _withdraw(self, received: ReceivedRequest, now: float) -> list[Decision]:
+        """Drop the turn whose request is withdrawn; return a dispatch for each execution that may run: it stops."""
+        request = received.request
         turn = self.turns.get(request.trajectory_id)
         if turn is None or turn.turn != request.turn:
             return []
-        stops: list[Decision] = []
-        executor = self.liveness.executors.get(turn.worker)
-        if executor is not None:
-            nothing = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
-            choice = Choice(executor.worker, executor.slot, executor.incarnation, nothing)
-            stops.append(self._dispatch_of(turn, choice, now, withdrawn=True))
         self._remove(turn, answered=False)
         self.counters.withdrawn += 1
-        return stops
+        return list(stops_of(received, self.liveness.executors.values(), self.fencing_tokens, now))
 
     def _attach_anchor(self, turn: Turn, received: ReceivedRequest, now: float) -> bool:
         """Replace the request of `turn` if the received request is an anchor for it; return whether it is."""
@@ -431,7 +419,7 @@ class Router:
 
     def _dispatch(self, turn: Turn, query: PlacementQuery, choice: Choice, now: float) -> TurnDispatch:
         """Assign a turn, which has left the queue, to the chosen executor; return its dispatch."""
-        dispatch = self._dispatch_of(turn, choice, now)  # before the turn drops the tokens of its request
+        wire, cut = turn.request_bytes, turn.by_reference
         self.placement.charge(choice, query, now)
         self.assignments.assign(turn, choice.worker, now)
         turn.room_tokens, turn.new_tokens = query.room_tokens, query.new_tokens
@@ -447,14 +435,11 @@ class Router:
             )
             self.prefix_locations.on_prompt_dispatched(turn.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
-        return dispatch
-
-    def _dispatch_of(self, turn: Turn, choice: Choice, now: float, *, withdrawn: bool = False) -> TurnDispatch:
         return TurnDispatch(
-            request_wire=msgspec.Raw(turn.request_bytes),
+            request_wire=msgspec.Raw(wire),
             home=turn.home,
             offset=turn.offset,
-            cut=turn.by_reference,
+            cut=cut,
             attempt=turn.attempt,
             worker=choice.worker,
             slot=choice.slot,
@@ -464,8 +449,7 @@ class Router:
             dispatched_at=now,
             cost=choice.cost,
             queued_at=turn.queued_at,
-            partial=None if withdrawn else turn.partial,
-            withdrawn=withdrawn,
+            partial=turn.partial,
         )
 
     def _record_prefix(self, turn: Turn, result: TurnResult, resumed_tokens: int) -> None:

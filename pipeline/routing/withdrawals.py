@@ -1,0 +1,82 @@
+"""Stops: dispatches that tell executors to end the executions of a withdrawn turn. Pure.
+
+Keeps true
+- Each execution that may run is told to stop, also one that was taken from a silent executor: the executor may return.
+- A stop that is on the log is not repeated by the next router.
+- A stop carries the withdrawal in place of the turn's request, so no context.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rose.pipeline.routing.assignments import execution_key
+from rose.pipeline.routing.liveness import Executor
+from rose.pipeline.routing.turn_queue import ReceivedRequest
+from rose.schemas.turns import PlacementCost, TurnDispatch
+
+NO_COST = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
+
+
+def stops_of(
+    withdrawal: ReceivedRequest, executors: Iterable[Executor], fencing_tokens: Mapping[int, int], now: float
+) -> Iterator[TurnDispatch]:
+    """Yield a stop for each execution of the withdrawn turn, all of which are ghosts."""
+    request = withdrawal.request
+    for executor in executors:
+        for ghost in executor.ghosts.values():
+            if ghost.turn == request.turn and ghost.trajectory_id == request.trajectory_id:
+                yield stop_of(withdrawal, executor, ghost.attempt, fencing_tokens, now)
+
+
+def stop_of(
+    withdrawal: ReceivedRequest, executor: Executor, attempt: int, fencing_tokens: Mapping[int, int], now: float
+) -> TurnDispatch:
+    """Return the dispatch that stops an attempt. `fencing_tokens`: by inbox slot; `now`: the router's clock."""
+    return TurnDispatch(
+        request_wire=msgspec.Raw(withdrawal.request_bytes),
+        home=withdrawal.request.home,
+        offset=withdrawal.offset,
+        attempt=attempt,
+        worker=executor.worker,
+        slot=executor.slot,
+        incarnation=executor.incarnation,
+        claim=fencing_tokens.get(executor.slot, 0),
+        dispatched_at=now,
+        cost=NO_COST,
+        queued_at=now,
+        withdrawn=True,
+    )
+
+
+@dataclass(slots=True)
+class RestoredStops:
+    """The withdrawals and stops on the log that a new router reads back."""
+
+    withdrawals: dict[tuple[str, int], ReceivedRequest] = field(default_factory=dict)
+    """By trajectory and turn."""
+    _stopped: set[tuple[str, int, bytes]] = field(default_factory=set)
+    """Worker, incarnation and execution of each stop on the log."""
+
+    def on_withdrawal(self, received: ReceivedRequest) -> None:
+        """Add a withdrawal."""
+        self.withdrawals[received.request.trajectory_id, received.request.turn] = received
+
+    def reading(self, dispatches: Iterable[TurnDispatch]) -> Iterator[TurnDispatch]:
+        """Yield all dispatches but the stops, which are noted."""
+        for dispatch in dispatches:
+            if dispatch.withdrawn:
+                self._stopped.add((dispatch.worker, dispatch.incarnation, execution_key(dispatch.key)))
+            else:
+                yield dispatch
+
+    def missing(
+        self, executors: Iterable[Executor], fencing_tokens: Mapping[int, int], now: float
+    ) -> Iterator[TurnDispatch]:
+        """Yield the stops that are not on the log. The ghosts of answered executions must be dropped before."""
+        for executor in executors:
+            for execution, ghost in executor.ghosts.items():
+                withdrawal = self.withdrawals.get((ghost.trajectory_id, ghost.turn))
+                if withdrawal and (executor.worker, executor.incarnation, execution) not in self._stopped:
+                    yield stop_of(withdrawal, executor, ghost.attempt, fencing_tokens, now)
