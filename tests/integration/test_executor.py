@@ -223,6 +223,7 @@ def test_withdrawn_turn_returns_with_its_tokens_and_other_turns_run_on(router: R
     router.send(withdrawn, withdrawn=True)
     stopped = router.result("withdrawn")
     assert stopped.outcome is TurnOutcome.PREEMPTED and len(unpack_tokens(stopped.tokens)) < 240
+    assert stopped.reason == "its trajectory has ended"
     assert router.result(other.trajectory_id).outcome is TurnOutcome.COMPLETED
     router.until(lambda: not router.heartbeats[-1].holds)
     router.send(withdrawn, withdrawn=True)

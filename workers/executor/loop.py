@@ -26,7 +26,7 @@ The loop decides nothing about a dispatch: `Inbox` decides.
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 
 import msgspec
@@ -111,6 +111,8 @@ class RunningTurn:
 
     key: TurnKey
     received_at: float
+    stopped: str = ""
+    """Why the turn is being stopped; empty if it is not."""
 
 
 class Executor:
@@ -244,6 +246,7 @@ class Executor:
         """Return a held turn with the tokens that were sampled: nobody waits for the rest."""
         name = "/".join(map(str, key))
         if name in self._running:
+            self._running[name] = replace(self._running[name], stopped=reason)
             self._client.send(AbortTurn(name))
             return
         self._contexts.cancel(key)
@@ -404,7 +407,7 @@ class Executor:
         dispatch = self._inbox.release(running.key)
         given_up = finished.turn.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
-        reason = (finished.reason or self._gate.reason or SUSPENDED) if given_up else ""
+        reason = (finished.reason or running.stopped or self._gate.reason or SUSPENDED) if given_up else ""
         result = finished_result(
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )
