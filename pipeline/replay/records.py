@@ -54,7 +54,7 @@ class Attempt:
     """One execution of a turn, as recorded on the log."""
 
     dispatches: list[TurnDispatch] = field(default_factory=list)
-    """More than one if a router restarted and dispatched the attempt again."""
+    """More than one if the attempt was told to stop, or if a router restarted and dispatched it again."""
     results: list[TurnResult] = field(default_factory=list)
     """In the order of the log; results after the first were dropped."""
 
@@ -64,6 +64,8 @@ class EpisodeTurn:
     """One turn of a trajectory, with its request and attempts."""
 
     request: TurnRequest | None = None
+    withdrawal: TurnRequest | None = None
+    """None if the request was not withdrawn."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
     applied: SampleTurn | None = None
     """The turn in the finished sample; None if there is no sample yet."""
@@ -119,6 +121,9 @@ def fold_trajectory(trajectory_id: str, records: TrajectoryRecords) -> Trajector
     """Arrange the records of a trajectory by episode, turn and attempt."""
     history = TrajectoryHistory(trajectory_id, records.prompt, outcomes=list(records.outcomes), since=records.since)
     for request in records.requests:
+        if request.withdrawn:
+            _newest(history).turns.setdefault(request.turn, EpisodeTurn()).withdrawal = request
+            continue
         if not history.episodes or (request.turn == 0 and 0 in history.episodes[-1].turns):
             history.episodes.append(Episode())
         history.episodes[-1].turns.setdefault(request.turn, EpisodeTurn()).request = request
@@ -153,8 +158,8 @@ def _turn_of(history: TrajectoryHistory, number: int, requested_at: float) -> Ep
 def _episode_of(history: TrajectoryHistory, number: int, requested_at: float) -> Episode:
     """Return the episode that requested the turn at that time; the newest one if the log has lost the request."""
     for life in history.episodes:
-        request = life.turns.get(number, EpisodeTurn()).request
-        if request is not None and request.requested_at == requested_at:
+        turn = life.turns.get(number, EpisodeTurn())
+        if any(each is not None and each.requested_at == requested_at for each in (turn.request, turn.withdrawal)):
             return life
     return _newest(history)
 
