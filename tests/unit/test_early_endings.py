@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from rose.schemas.turns import TurnRequest, TurnResult
 from rose.schemas.wire import decode, encode
 from rose.topics.catalog import PROMPTS
 from rose.topics.records import Envelope, RawMessage
+from rose.workers.environments.config import members_to_open
 from rose.workers.environments.early_endings import (
     ending_at_result,
     overdue_endings,
@@ -179,6 +181,13 @@ def test_prompt_opens_a_group_with_surplus_trajectories_and_a_refusal_keeps_its_
     assert (decision.opens.group_size, decision.needed, decision.awaited) == (5, NEEDED, 5)
     home.refuse(decision, "no such environment")
     assert decision.opens.group_size == NEEDED
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "members"), [(16, 1.25, 20), (50, 1.1, 55), (45, 2.2, 99), (3, 1.1, 4), (8, 1.0, 8)]
+)
+def test_group_opens_with_no_more_trajectories_than_its_ratio_asks_for(size: int, ratio: float, members: int) -> None:
+    assert members_to_open(size, ratio) == members
 
 
 def test_group_without_surplus_trajectories_counts_nothing() -> None:
