@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.schemas.limits import MAX_RECORD_BYTES
-from rose.schemas.progress import Group, GroupState
+from rose.schemas.progress import Group, GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
 from rose.schemas.samples import TRUNCATED, Ending, Sample
 from rose.schemas.turns import TurnRequest, TurnResult
@@ -181,6 +181,22 @@ def test_prompt_opens_a_group_with_surplus_trajectories_and_a_refusal_keeps_its_
     assert (decision.opens.group_size, decision.needed, decision.awaited) == (5, NEEDED, 5)
     home.refuse(decision, "no such environment")
     assert decision.opens.group_size == NEEDED
+
+
+@pytest.mark.parametrize(("asked", "held"), [(NEEDED, MEMBERS), (NEEDED - 1, NEEDED - 1)])
+def test_group_settled_by_hand_before_it_opens_starts_no_surplus_trajectory(asked: int, held: int) -> None:
+    prompt = Prompt(group_id="g", group_size=NEEDED, environment="calculator")
+    home = Home(0, homes=1, members_ratio=MEMBERS / NEEDED)
+    home.begin(prompts_from=0, results_from=0)
+    home.on_prompt(Envelope(prompt, PROMPTS, 0, 7, "g", 0.0, RawMessage(b"g", encode(prompt))))
+    for index in range(asked):
+        name = trajectory_id("g", index)
+        home.on_settle_request(
+            SettleRequest(trajectory_id=name, group_id="g", offset=7, reason="mistake", asked_at=1.0)
+        )
+    decision = home.decide(has_room=True, outcomes_from=0)
+    assert decision is not None
+    assert list(home.settle_requests_of(decision)) == list(range(held))
 
 
 @pytest.mark.parametrize(
