@@ -334,9 +334,12 @@ class Router:
         turn = self.turns.get(request.trajectory_id)
         if turn is None or turn.turn != request.turn:
             return []
+        executors: Iterable[Executor] = self.liveness.executors.values()
+        if turn.worker and turn.next_attempt == 1:  # the usual case: no attempt was taken from another executor
+            executors = [self.liveness.executors[turn.worker]]
         self._remove(turn, answered=False)
         self.counters.withdrawn += 1
-        return list(stops_of(received, self.liveness.executors.values(), self.fencing_tokens, now))
+        return list(stops_of(received, turn.next_attempt, executors, self.fencing_tokens, now))
 
     def _attach_anchor(self, turn: Turn, received: ReceivedRequest, now: float) -> bool:
         """Replace the request of `turn` if the received request is an anchor for it; return whether it is."""

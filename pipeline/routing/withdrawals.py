@@ -14,20 +14,29 @@ import msgspec
 from rose.pipeline.routing.assignments import execution_key
 from rose.pipeline.routing.liveness import Executor
 from rose.pipeline.routing.turn_queue import ReceivedRequest
-from rose.schemas.turns import PlacementCost, TurnDispatch
+from rose.schemas.turns import PlacementCost, TurnDispatch, TurnKey
 
 NO_COST = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
 
 
 def stops_of(
-    withdrawal: ReceivedRequest, executors: Iterable[Executor], fencing_tokens: Mapping[int, int], now: float
+    withdrawal: ReceivedRequest,
+    attempts: int,
+    executors: Iterable[Executor],
+    fencing_tokens: Mapping[int, int],
+    now: float,
 ) -> Iterator[TurnDispatch]:
-    """Yield a stop for each execution of the withdrawn turn, all of which are ghosts."""
+    """Yield a stop for each execution of the withdrawn turn, all of which are ghosts.
+
+    `attempts`: greater than the number of each attempt.
+    """
     request = withdrawal.request
-    for executor in executors:
-        for ghost in executor.ghosts.values():
-            if ghost.turn == request.turn and ghost.trajectory_id == request.trajectory_id:
-                yield stop_of(withdrawal, executor, ghost.attempt, fencing_tokens, now)
+    able = [executor for executor in executors if executor.ghosts]
+    for attempt in range(attempts):  # lookups, because all ghosts of a fleet are many
+        execution = execution_key(TurnKey(request.trajectory_id, request.turn, attempt))
+        for executor in able:
+            if execution in executor.ghosts:
+                yield stop_of(withdrawal, executor, attempt, fencing_tokens, now)
 
 
 def stop_of(
