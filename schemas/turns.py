@@ -280,8 +280,9 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     partial: Part | None = msgspec.field(default=None, name="begun")
     """Partial output of earlier attempts, from which this attempt goes on."""
     withdrawn: bool = False
-    """Whether the executor is to stop this attempt, which was dispatched before: its turn is withdrawn or on hold. An
-    older executor drops such a dispatch as a duplicate."""
+    """Whether the executor is to stop this attempt, which was dispatched before: its turn is withdrawn or on hold. The
+    request is the one that stops the turn. An older executor drops such a dispatch as a duplicate; if it has answered
+    the attempt, it refuses the empty context."""
 
     @cached_property
     def request(self) -> TurnRequest:

@@ -44,9 +44,12 @@ class RequestedWork:
         group = self.groups.get(group_id)
         return group_id in self.prompts or (group is not None and group.state is not GroupState.REFUSED)
 
-    def sizes(self) -> dict[str, int]:
-        """Return the number of trajectories of each group, including refused ones."""
-        prompts = {name: prompt.group_size for name, prompt in self.prompts.items()}
+    def sizes(self, members_ratio: float) -> dict[str, int]:
+        """Return the number of trajectories of each group, including refused ones.
+
+        `members_ratio`: see EnvironmentConfig.
+        """
+        prompts = {name: members_to_open(prompt.group_size, members_ratio) for name, prompt in self.prompts.items()}
         return prompts | {name: group.group_size for name, group in self.groups.items()}
 
 
@@ -228,7 +231,7 @@ def remaining_work(
     with (folder / SENT).open("ab") as file:
         file.write(b"".join(msgspec.json.encode([each.group_id, _digest(each)]) + b"\n" for each in new))
     opens = {prompt.group_id: members_to_open(prompt.group_size, members_ratio) for prompt in new}
-    sizes = requested.sizes() | opens
+    sizes = requested.sizes(members_ratio) | opens
     return RunWork(new, len(known), sum(sizes.values()))
 
 

@@ -54,7 +54,7 @@ class Attempt:
     """One execution of a turn, as recorded on the log."""
 
     dispatches: list[TurnDispatch] = field(default_factory=list)
-    """More than one if a router restarted and dispatched the attempt again."""
+    """More than one if the attempt was told to stop, or if a router restarted and dispatched it again."""
     results: list[TurnResult] = field(default_factory=list)
     """In the order of the log; results after the first were dropped."""
 
@@ -64,9 +64,16 @@ class EpisodeTurn:
     """One turn of a trajectory, with its request and attempts."""
 
     request: TurnRequest | None = None
+    later: list[TurnRequest] = field(default_factory=list)
+    """Requests that withdrew the turn, put the turn on hold, or asked for it again after that."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
     applied: SampleTurn | None = None
     """The turn in the finished sample; None if there is no sample yet."""
+
+    @property
+    def is_on_hold(self) -> bool:
+        """Whether the newest request puts the turn on hold."""
+        return bool(self.later) and self.later[-1].hold
 
     def was_applied(self, result: TurnResult) -> bool:
         """Whether this result is the one that the sample contains."""
@@ -119,6 +126,10 @@ def fold_trajectory(trajectory_id: str, records: TrajectoryRecords) -> Trajector
     """Arrange the records of a trajectory by episode, turn and attempt."""
     history = TrajectoryHistory(trajectory_id, records.prompt, outcomes=list(records.outcomes), since=records.since)
     for request in records.requests:
+        known = _newest(history).turns.get(request.turn) if history.episodes else None
+        if request.stops or (known is not None and known.is_on_hold):
+            _newest(history).turns.setdefault(request.turn, EpisodeTurn()).later.append(request)
+            continue
         if not history.episodes or (request.turn == 0 and 0 in history.episodes[-1].turns):
             history.episodes.append(Episode())
         history.episodes[-1].turns.setdefault(request.turn, EpisodeTurn()).request = request
@@ -153,8 +164,8 @@ def _turn_of(history: TrajectoryHistory, number: int, requested_at: float) -> Ep
 def _episode_of(history: TrajectoryHistory, number: int, requested_at: float) -> Episode:
     """Return the episode that requested the turn at that time; the newest one if the log has lost the request."""
     for life in history.episodes:
-        request = life.turns.get(number, EpisodeTurn()).request
-        if request is not None and request.requested_at == requested_at:
+        turn = life.turns.get(number, EpisodeTurn())
+        if any(each is not None and each.requested_at == requested_at for each in (turn.request, *turn.later)):
             return life
     return _newest(history)
 
@@ -166,16 +177,16 @@ def _newest(history: TrajectoryHistory) -> Episode:
 
 
 def sort_records(records: TrajectoryRecords, more: Iterable[object]) -> None:
-    """Append each record to the list of its kind in `records`, without those that only stop a turn."""
+    """Append each record to the list of its kind in `records`."""
     for record in more:
         match record:
             case Prompt():
                 records.prompt = records.prompt or record
             case TrajectoryProgress():
                 records.progress = record
-            case TurnRequest() if not record.stops:
+            case TurnRequest():
                 records.requests.append(record)
-            case TurnDispatch() if not record.withdrawn:
+            case TurnDispatch():
                 records.dispatches.append(record)
             case TurnResult():
                 records.results.append(record)

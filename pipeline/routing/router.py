@@ -12,8 +12,8 @@ Keeps true
 - The first COMPLETED result of a turn finishes the turn, whichever attempt the result belongs to.
 - The router knows the length of a context, not its tokens. A turn whose context no executor can read back waits for a
   request with an anchor. A missing context is no fault.
-- A turn that is withdrawn or on hold is not dispatched, and the executor that holds the turn is told to stop it. A turn
-  on hold keeps its partial, and goes on once it is requested again.
+- A turn that is withdrawn or on hold is not dispatched, and each executor that may run the turn is told once to stop.
+  A turn on hold keeps its partial, and goes on once it is requested again.
 - A turn becomes FAILED after `max_attempts` attempts that ended by a fault, or once its patience has passed without
   progress. No timeout applies to a running turn.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
@@ -25,7 +25,7 @@ Pure: `now` is seconds on the router's own clock. Dispatches carry the time of t
 with it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
@@ -36,13 +36,13 @@ from rose.pipeline.routing.counters import Counters
 from rose.pipeline.routing.liveness import Executor, ExecutorStatus, Liveness
 from rose.pipeline.routing.placement import Choice, Placement
 from rose.pipeline.routing.prefix_cache import CachedPrefix, PrefixLocations
+from rose.pipeline.routing.stops import RestoredStops, stops_of
 from rose.pipeline.routing.turn import LengthsByEnvironment, Turn
 from rose.pipeline.routing.turn_queue import ReceivedRequest, TurnQueue
 from rose.schemas.arrays import count
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.record import Record
 from rose.schemas.turns import (
-    PlacementCost,
     Refusal,
     TurnDispatch,
     TurnOutcome,
@@ -122,7 +122,7 @@ class Router:
         """Accept a request for a turn, the anchor of a known turn, or a withdrawal; return dispatches and failures."""
         known = self.turns.get(received.request.trajectory_id)
         if received.request.stops:
-            stops = self._stop(received.request, now)
+            stops = self._stop(received, now)
             return [*stops, *self._dispatch_waiting(now)] if known is not None else []
         if known is not None and known.on_hold and known.turn == received.request.turn:
             self._release(known, received, now)
@@ -258,15 +258,15 @@ class Router:
         because of its fencing token.
         """
         started_at = clock()
-        withdrawn: set[tuple[str, int]] = set()
+        stops = RestoredStops()
         for received in requests:
             known = self.turns.get(received.request.trajectory_id)
             if received.request.stops:
-                if received.request.withdrawn:
-                    withdrawn.add((received.request.trajectory_id, received.request.turn))
-                self._stop(received.request, started_at)
+                stops.on_stopping_request(received)
+                self._stop(received, started_at)
                 continue
             if known is not None and known.on_hold and known.turn == received.request.turn:
+                stops.on_request_again(received)
                 self._release(known, received, started_at)
                 continue
             if known is not None and self._attach_anchor(known, received, started_at):
@@ -275,20 +275,14 @@ class Router:
             if opened is not None:
                 self.queue.push(opened)
         decisions: list[Decision] = []
-
-        def noting_withdrawn() -> Iterator[TurnDispatch]:
-            for dispatch in dispatches:
-                if (dispatch.request.trajectory_id, dispatch.request.turn) in withdrawn:
-                    claim = self.fencing_tokens.get(dispatch.slot, 0)
-                    decisions.append(msgspec.structs.replace(dispatch, claim=claim, partial=None, withdrawn=True))
-                yield dispatch
-
         held = [turn for turn in self.turns.values() if turn.on_hold]
-        orphans = self.assignments.restore(noting_withdrawn(), started_at)
+        orphans = self.assignments.restore(stops.reading(dispatches), started_at)
         for turn in held:
-            decisions += self._revoke_for_hold(turn, started_at)
+            if not turn.on_hold:  # it was assigned to the executor of its newest dispatch
+                self._put_on_hold(turn)
         for result in results:
             decisions += self.on_result(result, started_at)
+        decisions += stops.missing(self.liveness.executors.values(), self.fencing_tokens, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
             self.assignments.complete(turn)
             decisions += self._reissue(turn, "its executor restarted", started_at, fault=True)
@@ -319,31 +313,29 @@ class Router:
         self.turns[request.trajectory_id] = turn
         return turn
 
-    def _stop(self, request: TurnRequest, now: float) -> list[Decision]:
-        """Drop the turn whose request is withdrawn, or put it on hold; return the dispatch that stops it, if any."""
+    def _stop(self, received: ReceivedRequest, now: float) -> list[Decision]:
+        """Drop a withdrawn turn, or put a turn on hold; return a dispatch for each execution that may run: it stops."""
+        request = received.request
         turn = self.turns.get(request.trajectory_id)
-        if turn is None or turn.turn != request.turn:
+        if turn is None or turn.turn != request.turn or (request.hold and turn.on_hold):
             return []
+        executors: Iterable[Executor] = self.liveness.executors.values()
+        if turn.worker and turn.next_attempt == 1:  # the usual case: no attempt was taken from another executor
+            executors = [self.liveness.executors[turn.worker]]
         if request.withdrawn:
-            stops = self._stopping_dispatch(turn, now)
             self._remove(turn, answered=False)
             self.counters.withdrawn += 1
-            return stops
-        if turn.worker:
-            return self._revoke_for_hold(turn, now)
-        self.queue.remove(turn)
-        self.queue.hold(turn)
-        return []
+        else:
+            self._put_on_hold(turn)
+        return list(stops_of(received, turn.next_attempt, executors, self.fencing_tokens, now))
 
-    def _revoke_for_hold(self, turn: Turn, now: float) -> list[Decision]:
-        """Put a turn on hold if an executor holds the turn; return the dispatch that stops the turn."""
-        if not turn.worker:
-            return []
-        stops = self._stopping_dispatch(turn, now)
-        self.assignments.revoke(turn, charged=False)
-        turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
+    def _put_on_hold(self, turn: Turn) -> None:
+        if turn.worker:
+            self.assignments.revoke(turn, charged=False)
+            turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
+        else:
+            self.queue.remove(turn)
         self.queue.hold(turn)
-        return stops
 
     def _release(self, turn: Turn, received: ReceivedRequest, now: float) -> None:
         """Queue a turn on hold, which is requested again."""
@@ -351,15 +343,6 @@ class Router:
         turn.replace_request(*received)
         turn.queued_at, turn.due = now, now + turn.patience_seconds
         self.queue.push(turn)
-
-    def _stopping_dispatch(self, turn: Turn, now: float) -> list[Decision]:
-        stops: list[Decision] = []
-        executor = self.liveness.executors.get(turn.worker)
-        if executor is not None:
-            nothing = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
-            choice = Choice(executor.worker, executor.slot, executor.incarnation, nothing)
-            stops.append(self._dispatch_of(turn, choice, now, withdrawn=True))
-        return stops
 
     def _attach_anchor(self, turn: Turn, received: ReceivedRequest, now: float) -> bool:
         """Replace the request of `turn` if the received request is an anchor for it; return whether it is."""
@@ -442,7 +425,7 @@ class Router:
 
     def _dispatch(self, turn: Turn, query: PlacementQuery, choice: Choice, now: float) -> TurnDispatch:
         """Assign a turn, which has left the queue, to the chosen executor; return its dispatch."""
-        dispatch = self._dispatch_of(turn, choice, now)  # before the turn drops the tokens of its request
+        wire, cut = turn.request_bytes, turn.by_reference
         self.placement.charge(choice, query, now)
         self.assignments.assign(turn, choice.worker, now)
         turn.room_tokens, turn.new_tokens = query.room_tokens, query.new_tokens
@@ -458,14 +441,11 @@ class Router:
             )
             self.prefix_locations.on_prompt_dispatched(turn.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
-        return dispatch
-
-    def _dispatch_of(self, turn: Turn, choice: Choice, now: float, *, withdrawn: bool = False) -> TurnDispatch:
         return TurnDispatch(
-            request_wire=msgspec.Raw(turn.request_bytes),
+            request_wire=msgspec.Raw(wire),
             home=turn.home,
             offset=turn.offset,
-            cut=turn.by_reference,
+            cut=cut,
             attempt=turn.attempt,
             worker=choice.worker,
             slot=choice.slot,
@@ -475,8 +455,7 @@ class Router:
             dispatched_at=now,
             cost=choice.cost,
             queued_at=turn.queued_at,
-            partial=None if withdrawn else turn.partial,
-            withdrawn=withdrawn,
+            partial=turn.partial,
         )
 
     def _record_prefix(self, turn: Turn, result: TurnResult, resumed_tokens: int) -> None:

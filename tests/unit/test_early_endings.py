@@ -3,16 +3,19 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.schemas.progress import Group, GroupState
+from rose.schemas.limits import MAX_RECORD_BYTES
+from rose.schemas.progress import Group, GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
 from rose.schemas.samples import TRUNCATED, Ending, Sample
 from rose.schemas.turns import TurnRequest, TurnResult
 from rose.schemas.wire import decode, encode
 from rose.topics.catalog import PROMPTS
 from rose.topics.records import Envelope, RawMessage
+from rose.workers.environments.config import members_to_open
 from rose.workers.environments.early_endings import (
     ending_at_result,
     overdue_endings,
@@ -180,6 +183,29 @@ def test_prompt_opens_a_group_with_surplus_trajectories_and_a_refusal_keeps_its_
     assert decision.opens.group_size == NEEDED
 
 
+@pytest.mark.parametrize(("asked", "held"), [(NEEDED, MEMBERS), (NEEDED - 1, NEEDED - 1)])
+def test_group_settled_by_hand_before_it_opens_starts_no_surplus_trajectory(asked: int, held: int) -> None:
+    prompt = Prompt(group_id="g", group_size=NEEDED, environment="calculator")
+    home = Home(0, homes=1, members_ratio=MEMBERS / NEEDED)
+    home.begin(prompts_from=0, results_from=0)
+    home.on_prompt(Envelope(prompt, PROMPTS, 0, 7, "g", 0.0, RawMessage(b"g", encode(prompt))))
+    for index in range(asked):
+        name = trajectory_id("g", index)
+        home.on_settle_request(
+            SettleRequest(trajectory_id=name, group_id="g", offset=7, reason="mistake", asked_at=1.0)
+        )
+    decision = home.decide(has_room=True, outcomes_from=0)
+    assert decision is not None
+    assert list(home.settle_requests_of(decision)) == list(range(held))
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "members"), [(16, 1.25, 20), (50, 1.1, 55), (45, 2.2, 99), (3, 1.1, 4), (8, 1.0, 8)]
+)
+def test_group_opens_with_no_more_trajectories_than_its_ratio_asks_for(size: int, ratio: float, members: int) -> None:
+    assert members_to_open(size, ratio) == members
+
+
 def test_group_without_surplus_trajectories_counts_nothing() -> None:
     home = home_of(group_of(needed=0))
     trajectory = home.trajectories["g:0"]
@@ -223,3 +249,16 @@ def test_bound_of_an_unknown_group_ends_nothing() -> None:
     home.on_outcome("other", "other:0", 0, oldest_fresh=7)
     trajectory = home.trajectories["g:0"]
     assert ending_at_result(home, trajectory, result_of(trajectory)) is None
+
+
+def test_trajectory_that_failed_behind_its_step_is_not_ended_again() -> None:
+    home = home_of(group_of(now=1_000.0))
+    home.on_log_time(1_100.0)
+    trajectory = home.trajectories["g:0"]
+    trajectory.applying = True
+    large = stepped(state=bytes(MAX_RECORD_BYTES + 1))
+    written = advance(trajectory, result_of(trajectory), large, offset=0, rules=RULES, applied_at=3.0, now=4.0)
+    assert written.sample is not None and "cannot be saved" in written.sample.record.failure
+    home.on_outcome("g", "g:none", 0, oldest_fresh=9)
+    ended = [*stale_endings(home, RULES, 5.0), *overdue_endings(home, DEADLINE, 1_100.0, 0.0)]
+    assert "g:0" not in {item.trajectory_id for item in ended}

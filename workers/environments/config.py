@@ -18,7 +18,8 @@ LONGEST_SECONDS = 7 * 86_400.0
 
 def members_to_open(group_size: int, ratio: float) -> int:
     """Return the number of trajectories with which a group is opened. `ratio`: see `members_ratio`."""
-    return min(MAX_GROUP_SIZE, math.ceil(group_size * ratio))
+    exact = round(group_size * ratio, 6)  # 50 * 1.1 is 55.00000000000001
+    return min(MAX_GROUP_SIZE, math.ceil(exact))
 
 
 def deferred_versions(groups_ratio: float) -> int:

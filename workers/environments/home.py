@@ -365,13 +365,16 @@ class Home:
             self.settle_requests[request.trajectory_id] = request
 
     def settle_requests_of(self, decision: PromptDecision) -> dict[int, str]:
-        """The reasons why trajectories of the group to be opened must not start, by index."""
+        """The reasons why trajectories of the group to be opened must not start, by index.
+
+        Whoever settles a group by hand before it opens does not know of its surplus trajectories: they end with it.
+        """
         group_id, offset = decision.opens.group_id, decision.message.offset
-        found = {
-            index: self.settle_requests.get(trajectory_id(group_id, index))
-            for index in range(decision.opens.group_size)
-        }
-        return {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
+        members = range(decision.opens.group_size)
+        found = {index: self.settle_requests.get(trajectory_id(group_id, index)) for index in members}
+        asked = {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
+        needed = range(decision.needed or decision.opens.group_size)
+        return {**dict.fromkeys(members, asked[0]), **asked} if all(index in asked for index in needed) else asked
 
     def take_settle_requests(self) -> Iterator[tuple[str, Trajectory | None, str]]:
         """Yields each trajectory to be settled now, with the reason; later results are not applied to it.

@@ -2,6 +2,7 @@
 
 Keeps true
 - An infrastructure failure is a sample without a reward and with the reason, never a reward of 0.
+- A trajectory that has ended without a reward takes no further event: it gets one sample.
 - No record is written that its readers would refuse. A value of the environment that no record can hold fails the
   trajectory; a sample that cannot be encoded is replaced by one with only the reason.
 """
@@ -182,6 +183,7 @@ def _stop(
 def _without_reward(
     trajectory: Trajectory, ending: Ending, failure: str, rules: TrajectoryRules, now: float
 ) -> OutgoingRecords:
+    trajectory.applying = True  # also behind a step that was applied: nothing may end it again before the commit
     try:
         return OutgoingRecords(sample=encoded(_sample(trajectory, rules, now, ending, failure=failure)))
     except RecordError as error:

@@ -112,7 +112,7 @@ class RunningTurn:
     key: TurnKey
     received_at: float
     stopped: str = ""
-    """Why the executor has told the engine to abort this turn alone."""
+    """Why the turn is being stopped; empty if it is not."""
 
 
 class Executor:
@@ -407,8 +407,7 @@ class Executor:
         dispatch = self._inbox.release(running.key)
         given_up = finished.turn.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
-        why = running.stopped or finished.reason or self._gate.reason or SUSPENDED
-        reason = why if given_up else ""
+        reason = (finished.reason or running.stopped or self._gate.reason or SUSPENDED) if given_up else ""
         result = finished_result(
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )
