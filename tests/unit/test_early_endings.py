@@ -70,6 +70,7 @@ class GroupRun:
             return
         trajectory.applying = True
         result = result_of(trajectory, attempt=version)
+        self.home.on_result_spans(result.spans)
         if ending := ending_at_result(self.home, trajectory, result):
             self._end(trajectory, result, ending)
         else:
@@ -242,6 +243,16 @@ def test_wrong_clock_ends_no_trajectory_before_the_worker_has_seen_it_for_the_de
     assert overdue_endings(home, DEADLINE, 9_999.0, 100.0) == []
     assert overdue_endings(home, DEADLINE, 0.0, 159.0) == []
     assert len(overdue_endings(home, DEADLINE, 0.0, 161.0)) == MEMBERS
+
+
+def test_no_trajectory_ends_as_too_old_while_no_result_is_fresh() -> None:
+    home = home_of(group_of())
+    home.on_outcome("g", "g:none", 0, oldest_fresh=5)
+    old, fresh = (result_of(home.trajectories["g:0"], attempt=version) for version in (1, 5))
+    home.on_result_spans(old.spans)
+    assert ending_at_result(home, home.trajectories["g:0"], old) is None, "the executors do not follow the versions"
+    home.on_result_spans(fresh.spans)
+    assert ending_at_result(home, home.trajectories["g:0"], old) is Ending.STALE
 
 
 def test_bound_of_an_unknown_group_ends_nothing() -> None:

@@ -2,6 +2,8 @@
 
 Keeps true
 - A trajectory whose environment step is running is not ended before the step is done.
+- No trajectory ends as too old while all results are too old: executors that do not follow the versions would use up
+  the prompts as fast as they are read.
 - An early ending is a sample without a reward, in one transaction with the withdrawal of the trajectory's turn.
 """
 
@@ -23,7 +25,8 @@ def ending_at_result(home: Home, trajectory: Trajectory, result: TurnResult) -> 
     versions = [span.version for span in result.spans]
     if trajectory.oldest_version is not None:
         versions.append(trajectory.oldest_version)
-    return Ending.STALE if min(versions, default=home.oldest_fresh) < home.oldest_fresh else None
+    is_stale = min(versions, default=home.oldest_fresh) < home.oldest_fresh <= home.newest_version
+    return Ending.STALE if is_stale else None
 
 
 def surplus_endings(home: Home, rules: TrajectoryRules, now: float) -> list[PendingTransition]:
@@ -37,7 +40,7 @@ def surplus_endings(home: Home, rules: TrajectoryRules, now: float) -> list[Pend
 def stale_endings(home: Home, rules: TrajectoryRules, now: float) -> list[PendingTransition]:
     """End the trajectories with a token that is older than the trainer's staleness bound allows."""
     fresh = home.oldest_fresh
-    if fresh == home.swept_fresh:
+    if fresh == home.swept_fresh or home.newest_version < fresh:
         return []
     home.swept_fresh = fresh
     waiting = _waiting(home, home.trajectories)

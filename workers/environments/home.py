@@ -19,7 +19,7 @@ Example:
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -29,6 +29,7 @@ import msgspec
 from rose.schemas.limits import MAX_GROUP_SIZE
 from rose.schemas.progress import Group, GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
+from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample
 from rose.topics.catalog import MAX_MESSAGE_BYTES, Topic, home_partition
 from rose.topics.records import Envelope, InvalidMessage
@@ -193,6 +194,8 @@ class Home:
         """Open groups whose counts or deferral have changed since their records were last written."""
         self.oldest_fresh = 0
         """The oldest policy version that can still be trained on, by the newest outcome of a known group; 0: any."""
+        self.newest_version = -1
+        """The newest policy version that sampled a token of a result that was read."""
         self.newest_step = 0
         """The newest step of the trainer, by the outcomes of known groups."""
         self.swept_fresh = 0
@@ -342,6 +345,10 @@ class Home:
         if group is not None and group.needed and sample.reward is not None:
             group.rewarded += 1
             self.changed_groups.add(sample.group_id)
+
+    def on_result_spans(self, spans: Iterable[VersionSpan]) -> None:
+        """A result with these version spans was read."""
+        self.newest_version = max([self.newest_version, *(span.version for span in spans)])
 
     def on_outcome(
         self, group_id: str, trajectory_id: str, offset: int, *, step: int = 0, oldest_fresh: int = 0

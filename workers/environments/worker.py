@@ -299,6 +299,7 @@ class EnvironmentWorker:
             home.undecodable_results.append((item, reason))
 
     def _on_result(self, home: Home, offset: int, result: TurnResult) -> None:
+        home.on_result_spans(result.spans)
         trajectory = home.trajectories.get(result.trajectory_id)
         verdict = ResultVerdict.LATE if trajectory is None else trajectory.classify(result)
         if trajectory is not None and verdict is ResultVerdict.ANCHOR:
