@@ -74,9 +74,9 @@ def token_logprobs(
     0 for the first token of a row and for tokens that are not wanted.
 
     `model`: a `transformers.PreTrainedModel` or a LogprobModule. `tokens`, `temperatures`, `wanted` and the result have
-    shape (rows, tokens); the result is float32, and float64 of a model in float64. `temperatures`: sampling temperature of each token, above 0; None: 1
-    for all tokens. `wanted`: bool; None: all tokens. `lengths`: the tokens of each row, for a model that computes
-    packed passes (`packing`): the model computes no padding; None: a padded pass.
+    shape (rows, tokens); the result is float32, or float64 if the model is. `temperatures`: sampling temperature of
+    each token, above 0; None: 1 for all tokens. `wanted`: bool; None: all tokens. `lengths`: the tokens of each row,
+    for a model that computes packed passes (`packing`): the model computes no padding; None: a padded pass.
     """
     if isinstance(model, LogprobModule):
         result: Tensor = model(tokens, temperatures, wanted, lengths)
