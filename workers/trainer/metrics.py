@@ -9,6 +9,7 @@ Keeps true
 Experiment trackers read the log instead (`rose track`).
 """
 
+import math
 import os
 from collections import Counter as Counts
 from collections.abc import Sequence
@@ -114,6 +115,8 @@ PUBLISHING_SECONDS = _histogram(
 
 for _taken in (*SampleStatus, OTHER_MODEL, DEAD_LETTER):
     SAMPLES.labels(_taken if isinstance(_taken, str) else _taken.value)
+for _unknown in (MISMATCH_KL, REFERENCE_KL, ENTROPY):
+    _unknown.set(math.nan)  # 0 would be an alarm, or hide one, before the first step
 for _sign in ("positive", "negative"):
     CLIPPED_BY_SIGN.labels(_sign)
 for _outcome in Outcome:
