@@ -271,8 +271,8 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Drift of logprobs",
-            "Difference per token between trainer and engine. It grows with staleness, but for the KL of equal weights, "
-            "which means that the two compute different models.",
+            "Difference per token between trainer and engine. It grows with staleness. The KL of equal weights does "
+            "not: it means that the two compute different models.",
             "short",
             {
                 "KL, nats": "rose_trainer_behaviour_kl_nats",
