@@ -154,8 +154,9 @@ class StepLine(msgspec.Struct, kw_only=True):
     skipped_minibatches: int = 0
     """Number of minibatches whose gradient was not finite."""
     waiting_seconds: float = 0.0
-    """Seconds of waiting for groups since the step before."""
+    """Seconds of waiting for groups since the step before, without the seconds of computing meanwhile."""
     training_seconds: float = 0.0
+    """Seconds of computing, also of what was computed while groups were awaited."""
     publishing_seconds: float = 0.0
     """Seconds of waiting for the previous version to be on the log, and of copying this one."""
     checkpoint_seconds: float | None = None
