@@ -126,7 +126,7 @@ def test_step_with_early_gradients_is_the_step_of_the_whole_batch(
     config = config_of(**change)
     streamed, done = moved(policy, training_groups(numbers), config, reference=padded)
     whole, expected = moved(policy, training_groups(numbers), replace(config, stream_gradients=False), reference=padded)
-    torch.testing.assert_close(streamed, whole, rtol=0, atol=1e-14)
+    torch.testing.assert_close(streamed, whole, rtol=1e-10, atol=1e-12)
     for name in ("tokens", "groups_with_signal", "samples_with_signal", "skipped_minibatches"):
         assert getattr(done, name) == getattr(expected, name)
     for name in ("loss", "gradient_norm", "kl_behaviour", "clipped_share", "kl_reference", "clipped_share_positive"):
