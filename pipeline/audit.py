@@ -81,6 +81,7 @@ class Audit:
     stale: int
     filtered: int
     infra_failed: int
+    surplus: int
     superseded: int
     in_flight: InFlight
     lost: tuple[str, ...]
@@ -93,7 +94,7 @@ class Audit:
     @property
     def settled(self) -> int:
         """Number of trajectories with an outcome."""
-        return self.trained + self.stale + self.filtered + self.infra_failed + self.superseded
+        return sum(int(getattr(self, outcome.value)) for outcome in Outcome)
 
     @property
     def clean(self) -> bool:

@@ -107,6 +107,9 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     """Unix seconds by the environment worker's clock."""
     patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
     """Longest time that the turn waits for an executor; then the router fails it."""
+    withdrawn: bool = False
+    """Whether the request for this turn is withdrawn: the trajectory has ended, and no result of the turn is applied.
+    Such a request has an empty context. An older router drops it as a duplicate."""
 
     @property
     def is_anchor(self) -> bool:
@@ -268,6 +271,9 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     """Unix seconds since which this attempt has waited in the router."""
     partial: Part | None = msgspec.field(default=None, name="begun")
     """Partial output of earlier attempts, from which this attempt goes on."""
+    withdrawn: bool = False
+    """Whether the executor is to stop this attempt, which was dispatched before. An older executor drops such a
+    dispatch as a duplicate."""
 
     @cached_property
     def request(self) -> TurnRequest:

@@ -143,7 +143,8 @@ class RunState:
                 self._on_stage_progress(Stage.SAMPLED, record.group_id, now, stamp, fresh=fresh)
             case Group():
                 self._on_group(record)
-                self._on_stage_progress(Stage.OPENED, record.group_id, now, stamp, fresh=fresh)
+                if not record.rewarded:  # otherwise the group was opened earlier
+                    self._on_stage_progress(Stage.OPENED, record.group_id, now, stamp, fresh=fresh)
             case SampleOutcome():
                 self.ends[record.outcome] += 1
                 self._failures.append(record.reason if record.outcome is Outcome.INFRA_FAILED else None)

@@ -278,6 +278,11 @@ MEANINGS = {
         "The log does not hold what a trajectory needs to continue. The trajectory ends as failed.",
         "Check the retention of the topics (`rose topics check`).",
     ),
+    "trajectory_overdue": Meaning(
+        "A trajectory had not ended by its deadline. It ends as failed.",
+        "Find out whether its environment or its turns are slow (`rose replay TRAJECTORY`); raise "
+        "`environment.trajectory_deadline_seconds` if it needs the time.",
+    ),
     "trajectory_settled_by_hand": Meaning("A trajectory ended because of `rose settle`."),
     "transaction_given_up": Meaning(
         "The outcome of a transaction is unknown; it is checked and, if needed, repeated.", WATCH

@@ -43,8 +43,10 @@ ENDED = {
     Ending.DONE: "done",
     Ending.MAX_TURNS: "cut off by max_turns",
     Ending.CONTEXT: "cut off by the end of its context",
+    Ending.SURPLUS: "ended early: enough others of its group had ended",
+    Ending.STALE: "ended early: a token was too old to be trained on",
 }
-"""Text for the end of a trajectory that has a reward; no entry if the sample does not give the end."""
+"""Text for the end of a trajectory that did not fail; no entry if the sample does not give the end."""
 
 
 @dataclass(slots=True)

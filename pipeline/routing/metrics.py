@@ -34,6 +34,7 @@ COUNTS = {
     "requested": ("turns_requested", "Turn requests accepted."),
     "finished": ("turns_finished", "Turns completed."),
     "failed": ("turns_failed", "Turns failed: attempts or patience ran out."),
+    "withdrawn": ("turns_withdrawn", "Turns withdrawn because their trajectory ended early."),
     "dispatched": ("dispatches", "Dispatches written."),
     "reissued": ("turns_reissued", "Times that a turn was reissued."),
     "late": ("late_results", "Results of executions that were replaced."),

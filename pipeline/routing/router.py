@@ -1,7 +1,7 @@
 """The router's core: chooses an executor for each turn, and reissues the turns of executors that leave.
 
 Keeps true
-- No turn is lost: `requested = finished + failed + outstanding + waiting`, after every event.
+- No turn is lost: `requested = finished + failed + withdrawn + outstanding + waiting`, after every event.
 - A turn is dispatched only to an executor that is LIVE and ready, within the limits of the executor's newest heartbeat.
 - A turn is assigned to at most one executor. When the executor leaves, restarts, preempts, refuses or loses the turn,
   the turn is queued once under a new attempt. If an executor turns out to hold a queued turn still, the turn is
@@ -12,6 +12,7 @@ Keeps true
 - The first COMPLETED result of a turn finishes the turn, whichever attempt the result belongs to.
 - The router knows the length of a context, not its tokens. A turn whose context no executor can read back waits for a
   request with an anchor. A missing context is no fault.
+- A withdrawn turn is dispatched no more, and its executor is told to stop it.
 - A turn becomes FAILED after `max_attempts` attempts that ended by a fault, or once its patience has passed without
   progress. No timeout applies to a running turn.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
@@ -23,7 +24,7 @@ Pure: `now` is seconds on the router's own clock. Dispatches carry the time of t
 with it.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -39,7 +40,15 @@ from rose.pipeline.routing.turn_queue import ReceivedRequest, TurnQueue
 from rose.schemas.arrays import count
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.record import Record
-from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
+from rose.schemas.turns import (
+    PlacementCost,
+    Refusal,
+    TurnDispatch,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    TurnTimes,
+)
 
 
 @dataclass(slots=True)
@@ -51,6 +60,8 @@ class Counters:
     finished: int = 0
     failed: int = 0
     """Turns given up by the router."""
+    withdrawn: int = 0
+    """Turns whose request was withdrawn before they finished."""
     dispatched: int = 0
     reissued: int = 0
     """Times that a turn was queued again."""
@@ -134,8 +145,11 @@ class Router:
         raise TypeError(f"{type(event).__name__} is no input of the router")
 
     def on_request(self, received: ReceivedRequest, now: float) -> list[Decision]:
-        """Accept a request for a turn, or the anchor of a turn that is known; return dispatches and failures."""
+        """Accept a request for a turn, the anchor of a known turn, or a withdrawal; return dispatches and failures."""
         known = self.turns.get(received.request.trajectory_id)
+        if received.request.withdrawn:
+            stops = self._withdraw(received.request, now)
+            return [*stops, *self._dispatch_waiting(now)] if known is not None else []
         if known is not None and self._attach_anchor(known, received, now):
             return self._dispatch_waiting(now)
         turn = self._accept(known, received, now)
@@ -267,15 +281,28 @@ class Router:
         because of its fencing token.
         """
         started_at = clock()
+        withdrawn: set[tuple[str, int]] = set()
         for received in requests:
             known = self.turns.get(received.request.trajectory_id)
+            if received.request.withdrawn:
+                withdrawn.add((received.request.trajectory_id, received.request.turn))
+                self._withdraw(received.request, started_at)
+                continue
             if known is not None and self._attach_anchor(known, received, started_at):
                 continue
             opened = self._accept(known, received, started_at)
             if opened is not None:
                 self.queue.push(opened)
         decisions: list[Decision] = []
-        orphans = self.assignments.restore(dispatches, started_at)
+
+        def noting_withdrawn() -> Iterator[TurnDispatch]:
+            for dispatch in dispatches:
+                if (dispatch.request.trajectory_id, dispatch.request.turn) in withdrawn:
+                    claim = self.fencing_tokens.get(dispatch.slot, 0)
+                    decisions.append(msgspec.structs.replace(dispatch, claim=claim, partial=None, withdrawn=True))
+                yield dispatch
+
+        orphans = self.assignments.restore(noting_withdrawn(), started_at)
         for result in results:
             decisions += self.on_result(result, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
@@ -307,6 +334,21 @@ class Router:
         turn = Turn.from_request(*received, trajectory=trajectory, lengths=lengths, epoch=self.epoch, now=now)
         self.turns[request.trajectory_id] = turn
         return turn
+
+    def _withdraw(self, request: TurnRequest, now: float) -> list[Decision]:
+        """Drop the turn whose request is withdrawn; return the dispatch that stops it, if an executor holds it."""
+        turn = self.turns.get(request.trajectory_id)
+        if turn is None or turn.turn != request.turn:
+            return []
+        stops: list[Decision] = []
+        executor = self.liveness.executors.get(turn.worker)
+        if executor is not None:
+            nothing = PlacementCost(wait_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0)
+            choice = Choice(executor.worker, executor.slot, executor.incarnation, nothing)
+            stops.append(self._dispatch_of(turn, choice, now, withdrawn=True))
+        self._remove(turn, answered=False)
+        self.counters.withdrawn += 1
+        return stops
 
     def _attach_anchor(self, turn: Turn, received: ReceivedRequest, now: float) -> bool:
         """Replace the request of `turn` if the received request is an anchor for it; return whether it is."""
@@ -389,7 +431,7 @@ class Router:
 
     def _dispatch(self, turn: Turn, query: PlacementQuery, choice: Choice, now: float) -> TurnDispatch:
         """Assign a turn, which has left the queue, to the chosen executor; return its dispatch."""
-        wire, cut = turn.request_bytes, turn.by_reference
+        dispatch = self._dispatch_of(turn, choice, now)  # before the turn drops the tokens of its request
         self.placement.charge(choice, query, now)
         self.assignments.assign(turn, choice.worker, now)
         turn.room_tokens, turn.new_tokens = query.room_tokens, query.new_tokens
@@ -405,11 +447,14 @@ class Router:
             )
             self.prefix_locations.on_prompt_dispatched(turn.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
+        return dispatch
+
+    def _dispatch_of(self, turn: Turn, choice: Choice, now: float, *, withdrawn: bool = False) -> TurnDispatch:
         return TurnDispatch(
-            request_wire=msgspec.Raw(wire),
+            request_wire=msgspec.Raw(turn.request_bytes),
             home=turn.home,
             offset=turn.offset,
-            cut=cut,
+            cut=turn.by_reference,
             attempt=turn.attempt,
             worker=choice.worker,
             slot=choice.slot,
@@ -419,7 +464,8 @@ class Router:
             dispatched_at=now,
             cost=choice.cost,
             queued_at=turn.queued_at,
-            partial=turn.partial,
+            partial=None if withdrawn else turn.partial,
+            withdrawn=withdrawn,
         )
 
     def _record_prefix(self, turn: Turn, result: TurnResult, resumed_tokens: int) -> None:

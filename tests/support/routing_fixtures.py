@@ -176,7 +176,9 @@ class RoutingSimulation:
     generated: dict[tuple[str, int], int] = field(default_factory=dict)
     """Largest number of tokens per turn in a PREEMPTED result that the router has read."""
     unread: list[TurnDispatch] = field(default_factory=list)
-    """Partial results of stopped executors that are on the log and not yet read by the router."""
+    """Partial results of stopped executors and turns that are on the log and not yet read by the router."""
+    withdrawn: set[str] = field(default_factory=set)
+    """Trajectories that have ended while a turn was requested."""
     ended: int = 0
     history: list[tuple[float, Record | None]] = field(default_factory=list)
     """Events in order; None is a tick."""
@@ -266,6 +268,14 @@ class RoutingSimulation:
             self._settle(requested.trajectory_id, requested.turn)
         self.feed(result(dispatch))
 
+    def withdraw(self, trajectory: str) -> None:
+        """End a trajectory whose turn is requested."""
+        asked, _ = self.requested[trajectory]
+        if trajectory not in self.withdrawn and self.done.get(trajectory, -1) < asked.turn:
+            self.withdrawn.add(trajectory)
+            self._settle(trajectory, asked.turn)
+            self.feed(request(trajectory, asked.turn, context=0, anchors=True, withdrawn=True))
+
     def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome, refusal: Refusal | None = None) -> None:
         self.executors[dispatch.worker].held.pop(dispatch.key, None)
         if outcome is TurnOutcome.REFUSED and refusal is Refusal.ENGINE:
@@ -304,7 +314,8 @@ class RoutingSimulation:
             self._note(decision)
         self.decisions += decisions
         self.log += decisions
-        self.ended = self.router.counters.finished + self.router.counters.failed
+        counters = self.router.counters
+        self.ended = counters.finished + counters.failed + counters.withdrawn
         self.history.clear()  # a replay would also have to restore
         self._check_books()
 
@@ -341,6 +352,12 @@ class RoutingSimulation:
             self._note_failure(decision)
             return
         requested = decision.request
+        if decision.withdrawn:
+            assert requested.trajectory_id in self.withdrawn and decision.key in self.sent
+            stopped = self.executors[decision.worker].held.pop(decision.key, None)
+            self.unread += [] if stopped is None else [stopped]
+            return
+        assert requested.trajectory_id not in self.withdrawn, "a withdrawn turn was dispatched"
         assert decision.key not in self.sent, "an attempt was numbered twice"
         self.sent[decision.key] = decision
         assert decision.failures < CONFIG.max_attempts
@@ -376,8 +393,9 @@ class RoutingSimulation:
 
     def _check_books(self) -> None:
         counters, router = self.router.counters, self.router
-        assert counters.requested == counters.finished + counters.failed + router.outstanding + len(router.queue)
-        assert counters.finished + counters.failed == self.ended
+        ended = counters.finished + counters.failed + counters.withdrawn
+        assert counters.requested == ended + router.outstanding + len(router.queue)
+        assert ended == self.ended
         waiting = router.queue
         assert list(waiting.turns.values()) == sorted(
             (turn for turn in router.turns.values() if not turn.worker), key=lambda turn: turn.ticket

@@ -39,6 +39,7 @@ STEPS = st.one_of(
     st.tuples(st.just("complete"), st.integers(0, 20)),
     st.tuples(st.just("reject"), st.integers(0, 20), REJECTIONS),
     st.tuples(st.just("echo"), st.integers(0, 200), st.booleans()),
+    st.tuples(st.just("withdraw"), TRAJECTORIES),
     st.tuples(st.just("mend")),
     st.tuples(st.just("lose")),
     st.tuples(st.just("publish")),
@@ -95,6 +96,9 @@ def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
                 simulation.complete(sent[which % len(sent)])
             elif sent:
                 simulation.reject(sent[which % len(sent)], TurnOutcome.PREEMPTED)
+        case "withdraw", str(trajectory):
+            if trajectory in simulation.requested:
+                simulation.withdraw(trajectory)
         case ("mend",):
             simulation.mend()
         case ("lose",):
@@ -107,7 +111,7 @@ def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
 
 def ask_next(simulation: RoutingSimulation, trajectory: str, **fields: object) -> None:
     turn = simulation.requested[trajectory][0].turn + 1 if trajectory in simulation.requested else 0
-    if turn == simulation.done.get(trajectory, -1) + 1:
+    if turn == simulation.done.get(trajectory, -1) + 1 and trajectory not in simulation.withdrawn:
         simulation.ask(request(trajectory, turn, **fields))  # type: ignore[arg-type]
 
 

@@ -94,6 +94,8 @@ class ScriptedExecutors:
         self.requested = 0
         """Number of read requests, duplicates included."""
         self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.withdrawn: set[tuple[str, int]] = set()
+        """Turns whose requests were withdrawn."""
         self.settles = True
         """Whether samples get their outcome."""
         self.answers: Callable[[TurnRequest], bool] = lambda _request: True
@@ -141,7 +143,9 @@ class ScriptedExecutors:
 
     def _take(self, envelope: Envelope) -> None:
         record = envelope.record
-        if isinstance(record, TurnRequest):
+        if isinstance(record, TurnRequest) and record.withdrawn:
+            self.withdrawn.add((record.trajectory_id, record.turn))
+        elif isinstance(record, TurnRequest):
             self.requested += 1
             self._links[envelope.partition][envelope.offset] = record
             self.requests[record.trajectory_id, record.turn] = record

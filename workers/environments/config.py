@@ -1,9 +1,10 @@
 """Settings of an environment worker."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.schemas.limits import MAX_CONTEXT_TOKENS
+from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_GROUP_SIZE
 from rose.schemas.prompts import MIN_TEMPERATURE
 
 ISOLATIONS = ("auto", "process", "thread")
@@ -13,6 +14,11 @@ LEAST_MEMORY = 2**29
 
 LONGEST_SECONDS = 7 * 86_400.0
 """Upper bound of `step_timeout_seconds` and `turn_patience_seconds`."""
+
+
+def members_to_open(group_size: int, ratio: float) -> int:
+    """Return the number of trajectories with which a group is opened. `ratio`: see `members_ratio`."""
+    return min(MAX_GROUP_SIZE, math.ceil(group_size * ratio))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,13 @@ class EnvironmentConfig:
     `executor.max_model_len`."""
     window_groups: int = 16
     """Groups that may be open and unsettled at once; at least `trainer.groups_per_step`. This limits staleness."""
+    members_ratio: float = 1.0
+    """Trajectories with which a group is opened, relative to the size that its prompt asks for. Once as many as asked
+    for have ended with a reward, the others are ended, with the outcome `surplus`: a slow or failing environment then
+    delays no group, but short trajectories are preferred."""
+    trajectory_deadline_seconds: float = 0.0
+    """Longest time from the opening of a group to the end of its trajectories; 0 for no limit. A trajectory that takes
+    longer fails (no reward)."""
     max_live_environments: int = 256
     """Environments of one kind that are held at once. Above this number the longest unused are closed, and restored
     later."""
@@ -68,6 +81,9 @@ class EnvironmentConfig:
             <= self.max_context_tokens
             <= MAX_CONTEXT_TOKENS,
             "window_groups must be from 1 to 1000000": 1 <= self.window_groups <= 1_000_000,
+            "members_ratio must be from 1 to 4": 1 <= self.members_ratio <= 4,
+            "trajectory_deadline_seconds must be 0, or from 0.01 to 604800": self.trajectory_deadline_seconds == 0
+            or 0.01 <= self.trajectory_deadline_seconds <= LONGEST_SECONDS,
             "max_live_environments must be from 1 to 1000000": 1 <= self.max_live_environments <= 1_000_000,
             "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,
             "turn_patience_seconds must be from 0.01 to 604800": 0.01 <= self.turn_patience_seconds <= LONGEST_SECONDS,

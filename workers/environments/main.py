@@ -71,6 +71,8 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
                 turn_patience_seconds=config.turn_patience_seconds,
                 max_context_tokens=config.max_context_tokens,
                 vocabulary=vocabulary_of(config.model_folder),
+                members_ratio=config.members_ratio,
+                deadline_seconds=config.trajectory_deadline_seconds,
             ),
             window_groups=config.window_groups,
             runners=stage,

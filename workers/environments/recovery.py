@@ -270,7 +270,12 @@ def recover_homes(
     dead_letters = _dead_letters(settings, unknown, on_wait)
     recoveries = {
         partition: Recovery(
-            Home(partition, homes=homes, dead_lettered=frozenset(dead_letters.get(partition, ()))),
+            Home(
+                partition,
+                homes=homes,
+                dead_lettered=frozenset(dead_letters.get(partition, ())),
+                members_ratio=rules.members_ratio,
+            ),
             results_deleted=(COMPLETED, partition) in deleted,
         )
         for partition in partitions

@@ -6,7 +6,7 @@ Keeps true
   trajectory; a sample that cannot be encoded is replaced by one with only the reason.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -44,12 +44,14 @@ class StepResult:
 class OutgoingRecords:
     """Records of one event of a trajectory.
 
-    Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory.
+    Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory, with the
+    withdrawal of the turn that was requested.
     """
 
     request: EncodedRecord[TurnRequest] | None = None
     snapshot: EncodedRecord[EnvSnapshot] | None = None
     sample: EncodedRecord[Sample] | None = None
+    withdrawal: EncodedRecord[TurnRequest] | None = None
 
 
 def first_request(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
@@ -104,19 +106,20 @@ def request_again(trajectory: Trajectory, rules: TrajectoryRules, now: float) ->
     return _next_turn(trajectory, rules, now, changed=False)
 
 
-def fail_at_result(
+def end_at_result(
     trajectory: Trajectory,
     result: TurnResult,
-    failure: str,
+    ending: Ending,
+    failure: str = "",
     *,
     offset: int,
     rules: TrajectoryRules,
     applied_at: float,
     now: float,
 ) -> OutgoingRecords:
-    """End the trajectory because the environment failed at this result.
+    """End the trajectory at this result without a reward, for example because the environment failed.
 
-    The sampled tokens and device seconds are kept.
+    The sampled tokens and device seconds are kept. `failure`: why the infrastructure failed; empty if it did not.
     """
     applied = Applied(
         offset=offset,
@@ -127,15 +130,44 @@ def fail_at_result(
         committed_at=trajectory.committed_at,
     )
     trajectory.apply_result(result, applied)
-    return fail_trajectory(trajectory, failure, rules, now)
+    return _without_reward(trajectory, ending, failure, rules, now)
 
 
 def fail_trajectory(trajectory: Trajectory, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:
     """End the trajectory with an infrastructure failure: a sample with the tokens so far and no reward."""
+    return _without_reward(trajectory, Ending.FAILED, failure, rules, now)
+
+
+def end_early(
+    trajectory: Trajectory, ending: Ending, rules: TrajectoryRules, now: float, *, failure: str = ""
+) -> OutgoingRecords:
+    """End the trajectory while its turn is under way: a sample without a reward, and the withdrawal of the turn.
+
+    `failure`: why the infrastructure failed; empty if it did not.
+    """
+    withdrawal = TurnRequest(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.prompt.group_id,
+        home=trajectory.home,
+        environment=trajectory.prompt.environment,
+        turn=trajectory.turn,
+        **context_fields(b""),
+        sampling=trajectory.sampling,
+        requested_at=now,
+        patience_seconds=rules.turn_patience_seconds,
+        withdrawn=True,
+    )
+    written = _without_reward(trajectory, ending, failure, rules, now)
+    return replace(written, withdrawal=encoded(withdrawal))
+
+
+def _without_reward(
+    trajectory: Trajectory, ending: Ending, failure: str, rules: TrajectoryRules, now: float
+) -> OutgoingRecords:
     try:
-        return OutgoingRecords(sample=encoded(_sample(trajectory, rules, now, Ending.FAILED, failure=failure)))
-    except RecordError:
-        return fail_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
+        return OutgoingRecords(sample=encoded(_sample(trajectory, rules, now, ending, failure=failure)))
+    except RecordError as error:
+        return fail_at_opening(trajectory.prompt, trajectory.index, failure or str(error), rules, now)
 
 
 def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:

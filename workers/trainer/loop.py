@@ -29,7 +29,13 @@ from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.metrics import StepLine, StepReporter
 from rose.workers.trainer.ranks import ALONE, Ranks
-from rose.workers.trainer.selection import SelectedGroup, SelectionRules, outcomes_of, select_groups
+from rose.workers.trainer.selection import (
+    SelectedGroup,
+    SelectionRules,
+    oldest_fresh_version,
+    outcomes_of,
+    select_groups,
+)
 from rose.workers.trainer.stream import SampleStream
 from rose.workers.trainer.versions import PolicyVersions, resume
 from rose.workers.weights.config import WeightsConfig
@@ -158,7 +164,8 @@ class Trainer:
         line = StepLine.of(selected, done, before=before, version=versions.current, abandoned=versions.abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, early + trained - began, now
         line.devices = self._ranks.size
-        outcomes = outcomes_of(selected, step=versions.current, policy_version=before, now=now)
+        fresh = oldest_fresh_version(versions.current, versions.abandoned, max_staleness=self._rules.max_staleness)
+        outcomes = outcomes_of(selected, step=versions.current, policy_version=before, oldest_fresh=fresh, now=now)
         versions.save_and_publish(self.stream.settlement(outcomes), line=line, trained=trained)
         self._reporter.report(line)
         log.info(

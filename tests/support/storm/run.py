@@ -74,6 +74,7 @@ cells = {partitions.cells}
 max_turn_tokens = 16
 max_context_tokens = 256
 window_groups = 8
+members_ratio = {members_ratio}
 step_timeout_seconds = 8.0
 environments = ["storm_environments:Blocking"]
 import_paths = ["{imports}"]
@@ -212,6 +213,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
         groups_per_step=GROUPS_PER_STEP,
         total_groups=len(plan.groups) + plan.refused,
         ranks=plan.shape.ranks,
+        members_ratio=plan.shape.members_ratio,
         environment=", ".join(f'{name} = "{value}"' for name, value in SERVING.items()),
     )
     path.write_text(summary)
