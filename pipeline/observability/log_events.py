@@ -70,6 +70,10 @@ MEANINGS = {
         "A message cannot be used, and is stored in the dead letter queue of its topic.",
         "Look at it with `rose dlq show`, mend its writer, send it back with `rose dlq retry`.",
     ),
+    "early_gradients_dropped": Meaning(
+        "Gradients that were computed while a step waited for groups are not used. The step computes all groups again.",
+        "Nothing, unless it repeats: then see `reason`, and set trainer.stream_gradients to false.",
+    ),
     "endpoint_found": Meaning("The endpoint answers and has the expected model."),
     "endpoint_resumed": Meaning("The endpoint was paused by a lender that ended during a load, and is resumed."),
     "endpoint_unreachable": Meaning("The endpoint does not answer. The lender waits.", "Start the endpoint's server."),
