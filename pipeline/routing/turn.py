@@ -226,7 +226,7 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
         return 0 if self.partial is None else count(self.partial.tokens)
 
     def patience_reason(self, *, refuses_seeds: bool) -> str:
-        """What the turn waited for until its patience had passed. `refuses_seeds`: whether no executor takes seeds."""
+        """Return what the turn has waited for all its patience. `refuses_seeds`: whether no executor takes seeds."""
         patience = f"{self.patience_seconds:g} s"
         if self.worker:
             return f"{self.worker}, which has the turn, did not list it as running for {patience}"
