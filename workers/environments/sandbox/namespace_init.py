@@ -41,6 +41,9 @@ MAX_FRAME_BYTES = 1 << 30
 ROOTS = {"work": "/work", "tmp": "/tmp", "shm": "/dev/shm"}
 """Folders that commands can write, by their names in a tree. All are in one tmpfs."""
 
+OUTPUT_FOLDER, OUTPUT_BYTES = "/output", 4 << 20
+"""Most bytes of the output of one command, and the empty folder where its file is made."""
+
 SETTLE_SECONDS = 0.1
 """Time that processes which a command leaves have to end by themselves before they count as left."""
 
@@ -109,7 +112,7 @@ def _pivot(new: str, old: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 - pathlib takes long to import
+    with open(path, "w", encoding="ascii") as file:
         file.write(text)
 
 
@@ -135,7 +138,9 @@ def build_root(python_folder: str, disk_bytes: int, inodes: int) -> None:
     os.chdir("/")
     _mount("/new", "/new", "", _MS_BIND | _MS_REC)
     _system_folders(python_folder)
-    _mount("tmpfs", _made("/new/state"), "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=755,size={disk_bytes},nr_inodes={inodes}")
+    _mount(
+        "tmpfs", _made("/new/state"), "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=755,size={disk_bytes},nr_inodes={inodes}"
+    )
     for name, seen in ROOTS.items():
         os.mkdir(f"/new/state/{name}")
         os.chmod(f"/new/state/{name}", 0o755 if name == "work" else 0o1777)
@@ -164,6 +169,7 @@ def _system_folders(python_folder: str) -> None:
             _bind(source, _made(f"/new/{name}"), read_only=True)
     if not python_folder.startswith("/usr/") and os.path.isdir(f"/old{python_folder}"):
         _bind(f"/old{python_folder}", _made(f"/new{python_folder}"), read_only=True)
+    _made(f"/new{OUTPUT_FOLDER}")
     _made("/new/etc")
     _write("/new/etc/passwd", "root:x:0:0::/work:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
     _write("/new/etc/group", "root:x:0:\nnogroup:x:65534:\n")
@@ -240,6 +246,15 @@ def end_processes() -> None:
                 return
 
 
+def _output_file() -> int:
+    """A file of bounded size, in no folder that a command sees: a full disk does not hide what a command says."""
+    _mount("tmpfs", OUTPUT_FOLDER, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, f"size={OUTPUT_BYTES},nr_inodes=8")
+    try:
+        return os.open(OUTPUT_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
+    finally:
+        _checked(_libc.umount2(OUTPUT_FOLDER.encode(), _MNT_DETACH), "umount of the output")
+
+
 class Commands:
     """Runs one command at a time, and counts the processes that commands leave."""
 
@@ -260,7 +275,7 @@ class Commands:
 
     def run(self, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Run a command to its end or its time limit, with the output of all that it starts."""
-        output = os.open("/work", os.O_TMPFILE | os.O_RDWR, 0o600)  # in the tmpfs, so that its size is bounded
+        output = _output_file()
         pid = os.fork()
         if pid == 0:
             _become(asked, output)
@@ -270,7 +285,9 @@ class Commands:
         if size <= most:
             text = os.pread(output, most, 0)
         else:
-            text = os.pread(output, most // 2, 0) + b"\0" + os.pread(output, most - most // 2, size - (most - most // 2))
+            text = (
+                os.pread(output, most // 2, 0) + b"\0" + os.pread(output, most - most // 2, size - (most - most // 2))
+            )
         os.close(output)
         self.has_left = bool(left)
         return {"status": status, "ending": ending or also, "processes": left, "output_size": size}, text

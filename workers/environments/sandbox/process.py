@@ -20,7 +20,7 @@ import msgspec
 from rose.schemas.errors import UsageError
 from rose.workers.environments.sandbox import namespace_init
 from rose.workers.environments.sandbox.leases import LEASE_SECONDS, Lease, lease_folder
-from rose.workers.environments.sandbox.tree import BLOCK_BYTES, Entry, Tree, checked_tree
+from rose.workers.environments.sandbox.tree import Entry, Tree, checked_tree
 
 START_SECONDS = 30.0
 """Longest time until a sandbox has started."""
@@ -90,17 +90,23 @@ class SandboxProcess:
         self.lease = Lease.take()
         ours, theirs = socket.socketpair()
         self._line = ours
-        with lease_folder() as folder:
-            handed = theirs.fileno(), self.lease.descriptor, folder
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", namespace_init.__file__, *map(str, handed)],
-                pass_fds=handed,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the worker
-                env={},
-            )
-        theirs.close()
+        try:
+            with lease_folder() as folder:
+                handed = theirs.fileno(), self.lease.descriptor, folder
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", namespace_init.__file__, *map(str, handed)],
+                    pass_fds=handed,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the worker
+                    env={},
+                )
+        except BaseException:
+            self.lease.give_back()
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.lease.name_process(self._process.pid)
         try:
             self._ask(
@@ -118,6 +124,11 @@ class SandboxProcess:
                 f"no sandbox can be made here ({error}): allow unprivileged user namespaces for this user or container "
                 "(Linux 5.12 or later; see docs/guides/sandboxes.md), or run its workers on hosts that allow them"
             ) from None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the sandbox has not ended yet."""
+        return self._process.poll() is None
 
     def run(self, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> CommandResult:
         """Run a command. Raises SandboxLost."""
@@ -186,6 +197,7 @@ class SandboxProcess:
                 namespace_init.send(self._line, header, payload)
                 answer, content = namespace_init.receive(self._line)
             except (EOFError, OSError, json.JSONDecodeError) as error:
+                self._line.close()
                 raise SandboxLost(f"the sandbox has ended ({type(error).__name__})") from None
         if "error" in answer:
             raise ValueError(str(answer["error"]))
@@ -194,5 +206,3 @@ class SandboxProcess:
 
 SHELL = ("/bin/bash", "-c") if Path("/bin/bash").exists() else ("/bin/sh", "-c")
 PYTHON = (str(Path(PYTHON_FOLDER) / "bin" / "python3"), "-c")
-
-__all__ = ["BLOCK_BYTES", "PYTHON", "SHELL", "CommandResult", "NoSandbox", "SandboxLimits", "SandboxLost", "SandboxProcess"]

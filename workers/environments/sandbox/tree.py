@@ -5,7 +5,7 @@ Keeps true
 - No path of a tree is absolute, has an empty part, `.` or `..`, or leads through anything but folders of the tree.
 - No pack, whatever its bytes, is code, or takes more memory than the limits below.
 
-Example
+Example:
     pack 1 (no parent)        work/a, work/b with their blocks
     pack 2 (parent: pack 1)   work/a changed: its new blocks alone; work/b removed
     the chain [1, 2] gives    work/a
@@ -31,6 +31,9 @@ MAX_TREE_BYTES = 1 << 30
 
 MAX_CHAIN = 12
 """Most packs of a chain; then a pack of the whole tree begins a new chain."""
+
+FIRST_TIME_NS = 946_684_800 * 10**9
+"""Time of change of a task's own files: the same wherever the task begins (2000-01-01)."""
 
 KINDS = frozenset("fdlhp")
 """File, folder, symbolic link, hard link, named pipe."""
@@ -119,6 +122,30 @@ def _problem(entry: Entry, tree: Tree) -> str:
     return "" if len(entry.blocks) == count * DIGEST_BYTES else "blocks that do not match its size"
 
 
+def tree_of_files(files: Mapping[str, bytes]) -> tuple[Tree, dict[bytes, bytes]]:
+    """The tree with these files, by path below the folder `work`, and the contents of its blocks. Raises PackError."""
+    entries = {"tmp": folder_entry("tmp", 0o1777), "shm": folder_entry("shm", 0o1777), "work": folder_entry("work")}
+    blocks: dict[bytes, bytes] = {}
+    for path, content in files.items():
+        parts = ["work", *path.encode().decode("latin-1").split("/")]
+        for depth in range(2, len(parts)):
+            name = "/".join(parts[:depth])
+            entries.setdefault(name, folder_entry(name))
+        pieces = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
+        digests = [block_digest(piece) for piece in pieces]
+        blocks |= dict(zip(digests, pieces, strict=True))
+        name = "/".join(parts)
+        if name in entries:
+            raise PackError(f"path {path!r}: both a file and a folder")
+        entries[name] = Entry(name, "f", 0o644, FIRST_TIME_NS, len(content), "", b"".join(digests))
+    return checked_tree(entries.values()), blocks
+
+
+def folder_entry(path: str, mode: int = 0o755) -> Entry:
+    """The entry of a folder."""
+    return Entry(path, "d", mode, 0, 0, "", b"")
+
+
 def content_digest(tree: Tree) -> bytes:
     """Digest of all but the times of change: two runs of one deterministic command give the same."""
     return digest_of(msgspec.msgpack.encode([[*each.fields[:3], *each.fields[4:]] for each in tree.values()]))
@@ -149,7 +176,7 @@ def new_blocks(changed: Sequence[Entry], known: Iterable[bytes]) -> dict[bytes, 
 def encode_pack(
     parent: bytes, changed: Sequence[Entry], removed: Sequence[str], blocks: Mapping[bytes, bytes]
 ) -> bytes:
-    """Bytes of a pack. `blocks`: contents of the new blocks. Raises PackError if a block is not what its digest says."""
+    """Bytes of a pack. `blocks`: contents of the new blocks. Raises PackError if one is not what its digest says."""
     for digest, block in blocks.items():
         if block_digest(block) != digest:
             raise PackError("a file changed while it was read")
@@ -172,16 +199,26 @@ class Chain:
         self.blocks: dict[bytes, int] = {}
         """Known blocks, with the compressed bytes of each."""
 
+    @property
+    def end(self) -> bytes:
+        """Digest of the last pack; empty without packs."""
+        return self.packs[-1] if self.packs else b""
+
+    def copy(self) -> "Chain":
+        """A chain that can grow apart from this one."""
+        other = Chain()
+        other.tree, other.packs, other.blocks = self.tree, self.packs, self.blocks
+        return other
+
     def append(self, content: bytes) -> dict[bytes, bytes]:
         """Add the next pack; returns its blocks, compressed. Raises PackError; the chain is unchanged then."""
         try:
             pack = msgspec.msgpack.decode(content, type=Pack)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PackError(f"not a pack of a sandbox: {error}") from None
         if pack.version != 1:
             raise PackError(f"a pack of version {pack.version}: this worker reads version 1; update it")
-        begins = self.packs[-1] if self.packs else b""
-        if pack.parent != begins:
+        if pack.parent != self.end:
             raise PackError("a pack of another chain")
         tree = dict(self.tree)
         for path in pack.removed:
@@ -193,7 +230,7 @@ class Chain:
             raise PackError("a pack without all of its blocks")
         self.tree = tree
         self.packs = [*self.packs, digest_of(content)]
-        self.blocks |= {digest: len(packed) for digest, packed in pack.blocks.items()}
+        self.blocks = self.blocks | {digest: len(packed) for digest, packed in pack.blocks.items()}
         return pack.blocks
 
 

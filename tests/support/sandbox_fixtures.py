@@ -1,0 +1,105 @@
+"""Sandboxes for tests, and what is left of sandboxes on this host."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from rose.workers.environments.protocol import Step
+from rose.workers.environments.sandbox.environment import SandboxEnvironment
+from rose.workers.environments.sandbox.host import SandboxSettings, configure_sandboxes
+from rose.workers.environments.sandbox.leases import folder_of_leases
+from rose.workers.environments.sandbox.process import NoSandbox, SandboxLimits, SandboxProcess
+
+T = TypeVar("T")
+
+LIMITS = SandboxLimits(
+    disk_bytes=8 << 20, processes=32, memory_bytes=1 << 30, output_bytes=1024, command_seconds=10.0
+)
+
+
+def refusal() -> str:
+    """Why this host allows no sandboxes; an empty text if it does."""
+    try:
+        SandboxProcess(LIMITS).close()
+    except NoSandbox as error:
+        return str(error)
+    return ""
+
+
+needs_sandboxes = pytest.mark.skipif(bool(why := refusal()), reason=why)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Path]:
+    """A store of packs, for all sandboxes of the test."""
+    configure_sandboxes(SandboxSettings(store=str(tmp_path / "store")))
+    yield tmp_path / "store"
+    configure_sandboxes(SandboxSettings())
+
+
+def run(call: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(call)
+
+
+def shell(command: str) -> str:
+    """The action that runs a command."""
+    return f"I run this:\n```bash\n{command}\n```"
+
+
+def begun(**arguments: Any) -> SandboxEnvironment:
+    """A sandbox after its reset, with its first snapshot taken."""
+    environment = SandboxEnvironment()
+    run(environment.reset(7, arguments))
+    run(environment.snapshot())
+    return environment
+
+
+def act(environment: SandboxEnvironment, command: str) -> tuple[Step, bytes]:
+    """The step of a command, and the snapshot after it."""
+
+    async def both() -> tuple[Step, bytes]:
+        return await environment.step(shell(command)), await environment.snapshot()
+
+    return run(both())
+
+
+def restored(state: bytes) -> SandboxEnvironment:
+    environment = SandboxEnvironment()
+    run(environment.restore(state))
+    return environment
+
+
+def seen(environment: SandboxEnvironment, command: str = "grep -r '' . | sort") -> str:
+    """What a command prints: by default all files with their contents."""
+    return act(environment, command)[0].observation
+
+
+def sandbox_processes() -> list[int]:
+    """Processes on this host that run sandboxes, or run in one of them that this user may see."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"namespace_init" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def sleepers(seconds: str) -> list[int]:
+    """Processes that sleep for this time."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "cmdline").read_bytes() == f"sleep\0{seconds}\0".encode():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def leases() -> list[Path]:
+    return list(folder_of_leases().glob("*.lease"))
