@@ -15,9 +15,7 @@ from rose.workers.environments.sandbox.process import NoSandbox, SandboxLimits, 
 
 T = TypeVar("T")
 
-LIMITS = SandboxLimits(
-    disk_bytes=8 << 20, processes=32, memory_bytes=1 << 30, output_bytes=1024, command_seconds=10.0
-)
+LIMITS = SandboxLimits(disk_bytes=8 << 20, processes=32, memory_bytes=1 << 30, output_bytes=1024, command_seconds=10.0)
 
 
 def refusal() -> str:

@@ -57,7 +57,8 @@ def start_holder(word: str, then: str) -> tuple["subprocess.Popen[str]", Path]:
     )
     assert holder.stdout is not None
     lease = Path(holder.stdout.readline().strip())
-    assert lease.exists() and len(sleepers(f"98{word}")) >= 2
+    until(lambda: len(sleepers(f"98{word}")) >= 2)
+    assert lease.exists()
     return holder, lease
 
 
@@ -157,7 +158,7 @@ def test_dropped_sandbox_ends() -> None:
 
 def test_host_that_refuses_user_namespaces_is_named_in_one_sentence(tmp_path: Path) -> None:
     code = "from tests.support.sandbox_fixtures import *; print(refusal())"
-    refusing = "echo 0 > /proc/sys/user/max_user_namespaces; exec \"$0\" \"$@\""
+    refusing = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$0" "$@"'
     if subprocess.run(["unshare", "-Ur", "sh", "-c", "echo 0 > /proc/sys/user/max_user_namespaces"]).returncode:
         pytest.skip("needs a user namespace whose limit can be set")
     result = subprocess.run(

@@ -560,10 +560,11 @@ def _first_process(line: socket.socket, lease: int, asked: dict[str, Any]) -> No
         _checked(_libc.sethostname(b"sandbox", 7), "sethostname")
         raise_loopback()
         build_root(asked["python_folder"], asked["disk_bytes"], asked["inodes"])
+        send(line, {})
     except (SetupError, OSError) as error:
-        send(line, {"error": str(error)})
+        with contextlib.suppress(OSError):  # the holder may be gone
+            send(line, {"error": str(error)})
         os._exit(1)
-    send(line, {})
     serve(line, Commands(line, lease, asked["lease_seconds"], asked["processes"]))
 
 
