@@ -4,12 +4,14 @@
 
 The workload is that of an agent on a code base, drawn by seed: `--trajectories` tasks of `--turns` turns, on
 `BASE_FILES` files. A share of the turns changes nothing (reads, tests), files (edits, sometimes a large file), or leaves
-a process. The shares are those that Crab (arXiv 2604.28138) counted for three agents; the turns are ours. Between two
-turns nothing happens for `--think` seconds, in which a model would sample.
+a process, which runs on for two to four turns. The shares are those that Crab (arXiv 2604.28138) counted for three agents
+on Terminal-Bench; the turns are ours. Between two turns nothing happens for `--think` seconds, in which a model would
+sample.
 
-recovered   Share of trajectories, each killed once at a random turn (SIGKILL to the process that holds its sandbox, while
-            a command runs or between two), whose remaining observations and last files are those of the undisturbed run
-            after another process restored its newest state. `chat` makes the task anew and goes on with the next turn.
+recovered   Share of trajectories, each killed once at a random turn (SIGKILL to the process that holds its sandbox,
+            while a command runs or between two), whose remaining observations and last files are those of the
+            undisturbed run after another process restored its newest state. `chat` makes the task anew and goes on with
+            the next turn.
 bytes       Bytes of the states that are written to the log and of the packs in the store, against a pack of all files
             after every turn.
 time        Seconds of a task against the same commands in a sandbox without inspector and checkpoints, in alternation;
@@ -49,6 +51,9 @@ AGENTS = {"claude-code": (0.87, 0.05, 0.08), "iflow": (0.70, 0.25, 0.05), "swe-a
 """Shares of turns that change nothing, files only, and processes, by agent: Crab's figures on Terminal-Bench."""
 
 BASE_FILES, BASE_BYTES = 200, 8_000
+SERVICE_TURNS = 4
+"""Turns in which a process runs, on average, from the one that starts it to the one that ends it."""
+
 LARGE_SHARE, LARGE_BYTES = 0.2, 400_000
 """Share of the turns with changed files that write a large file, and its bytes."""
 
@@ -82,7 +87,9 @@ STOP = "for f in {{0..199}}; do touch stop$f; done; sleep 0.3; rm -f stop*; cat 
 def actions_of(agent: str, turns: int, seed: int) -> list[str]:
     """The actions of one trajectory."""
     draw = random.Random(f"{agent}.{seed}")
-    nothing, files, _ = AGENTS[agent]
+    nothing, files, processes = AGENTS[agent]
+    starts = processes / SERVICE_TURNS
+    nothing, files = nothing / (nothing + files + starts), files / (nothing + files + starts)
     runs_on, found = 0, []
     for _ in range(turns):
         kind = draw.random()

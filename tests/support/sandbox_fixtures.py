@@ -1,6 +1,7 @@
 """Sandboxes for tests, and what is left of sandboxes on this host."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,10 +11,14 @@ import pytest
 from rose.workers.environments.protocol import Step
 from rose.workers.environments.sandbox.environment import SandboxEnvironment
 from rose.workers.environments.sandbox.host import SandboxSettings, configure_sandboxes
-from rose.workers.environments.sandbox.leases import folder_of_leases
+from rose.workers.environments.sandbox.leases import folder_of_leases, reap
 from rose.workers.environments.sandbox.process import NoSandbox, SandboxLimits, SandboxProcess
+from rose.workers.environments.sandbox.store import PackStore
 
 T = TypeVar("T")
+
+LEFT_SECONDS = 150.0
+"""Time after which nothing of a sandbox may be left: `sandbox_store_seconds` of 60 s, and two passes."""
 
 LIMITS = SandboxLimits(disk_bytes=8 << 20, processes=32, memory_bytes=1 << 30, output_bytes=1024, command_seconds=10.0)
 
@@ -99,5 +104,14 @@ def sleepers(seconds: str) -> list[int]:
     return found
 
 
-def leases() -> list[Path]:
-    return list(folder_of_leases().glob("*.lease"))
+def sandboxes_left(store: Path) -> list[str]:
+    """What sandboxes have left behind, in words, once a later worker's passes had their time."""
+    deadline = time.monotonic() + LEFT_SECONDS
+    while True:
+        reap(folder_of_leases())
+        PackStore(store, keep_seconds=60.0).sweep()
+        left = [f"the process {pid} of a sandbox is left" for pid in sandbox_processes()]
+        left += [f"{path} is left" for path in (*folder_of_leases().glob("*.lease"), *store.glob("*/*"))]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(1.0)

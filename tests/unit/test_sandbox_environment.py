@@ -65,12 +65,9 @@ def test_write_through_a_mapping_is_seen_at_every_place(writes: list[tuple[str, 
     for name, place, written in writes:
         before = bytes(contents[name])
         contents[name][place : place + len(written)] = written
-        code = f"m[{place}]; m[{place}:{place + len(written)}]={written!r}"
-        step, state = act(
-            environment,
-            f"cat > /tmp/p <<'E'\nimport mmap\nwith open('{name}','r+b') as f:\n m=mmap.mmap(f.fileno(),0)\n {code}\nE\n"
-            "python3 /tmp/p; rm /tmp/p",
-        )
+        code = f"import mmap\nf = open('{name}', 'r+b')\nm = mmap.mmap(f.fileno(), 0)\nm[{place}]\n"
+        code += f"m[{place} : {place + len(written)}] = {written!r}\n"  # the page is mapped for reading first
+        step, state = act(environment, f"cat > /tmp/p <<'E'\n{code}E\npython3 /tmp/p; rm /tmp/p")
         assert (step.info["changed"] == "files") == (before != contents[name])
     again = restored(state)
     assert seen(again, "cat a b c | sha1sum") == seen(environment, "cat a b c | sha1sum")
@@ -85,7 +82,8 @@ def test_files_of_all_kinds_are_restored() -> None:
         "mkdir -m 1777 open; touch 'new\nline' $'\\xff'; echo t > /tmp/t; echo s > /dev/shm/s; chmod 000 open"
     )
     _, state = act(environment, command)
-    look = "ls -laRn --time-style=+%s . /tmp /dev/shm | grep -v '^total'; cat /tmp/t /dev/shm/s hard; stat -c %i hard src/main.c | uniq | wc -l"
+    look = "ls -laRn --time-style=+%s . /tmp /dev/shm | grep -v '^total'; cat /tmp/t /dev/shm/s hard"
+    look += "; stat -c %i hard src/main.c | uniq | wc -l"
     again = restored(state)
     for each in (environment, again):
         run(each.step(shell("find . /tmp /dev/shm -type d -exec touch -d @0 {} +")))

@@ -22,6 +22,8 @@ class Shape:
     groups_per_second: float = 1.5
     group_size: int = 4
     blocking_groups: int = 2
+    sandboxes: bool = False
+    """Whether a part of the groups run in sandboxes."""
 
     @property
     def seconds(self) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rose.workers.environments.sandbox.process import CommandResult
 
-BLOCK = re.compile(r"```(bash|sh|python|submit)[ \t]*\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(bash|sh|python|submit)\s(.*?)```", re.DOTALL)
 
 MALFORMED = "Write one block that begins with ```bash, ```python or ```submit."
 
