@@ -3,10 +3,10 @@
     python -m bench.sandbox
 
 The workload is that of an agent on a code base, drawn by seed: `--trajectories` tasks of `--turns` turns, on
-`BASE_FILES` files. A share of the turns changes nothing (reads, tests), files (edits, sometimes a large file), or leaves
-a process, which runs on for two to four turns. The shares are those that Crab (arXiv 2604.28138) counted for three agents
-on Terminal-Bench; the turns are ours. Between two turns nothing happens for `--think` seconds, in which a model would
-sample.
+`BASE_FILES` files. A share of the turns changes nothing (reads, tests), files (edits, sometimes a large file), or
+leaves a process, which runs on for two to four turns. The shares are those that Crab (arXiv 2604.28138) counted for
+three agents on Terminal-Bench; the turns are ours. Between two turns nothing happens for `--think` seconds, in which a
+model would sample.
 
 recovered   Share of trajectories, each killed once at a random turn (SIGKILL to the process that holds its sandbox,
             while a command runs or between two), whose remaining observations and last files are those of the
@@ -14,8 +14,8 @@ recovered   Share of trajectories, each killed once at a random turn (SIGKILL to
             the next turn.
 bytes       Bytes of the states that are written to the log and of the packs in the store, against a pack of all files
             after every turn.
-time        Seconds of a task against the same commands in a sandbox without inspector and checkpoints, in alternation;
-            and processor time of the worker a turn.
+time        Seconds of a task against the same commands in a sandbox without inspector and checkpoints, in alternation,
+            with `--timed-think` seconds of the model a turn; and processor seconds a turn of worker and sandbox.
 left        Sandboxes' processes, leases and checkpoints that are left at the end.
 `--json FILE` stores the result.
 """
@@ -24,6 +24,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import statistics
@@ -285,10 +286,10 @@ def time_of(agent: str, trajectories: int, turns: int, think: float) -> tuple[di
     processor: dict[bool, float] = {True: 0.0, False: 0.0}
     for seed in range(trajectories):
         for saves in (True, False) if seed % 2 else (False, True):
-            before, began = time.process_time(), time.perf_counter()
+            before, began = processor_seconds(), time.perf_counter()
             asyncio.run(undisturbed(agent, turns, seed, think) if saves else plain(agent, turns, seed, think))
             seconds[saves].append(time.perf_counter() - began)
-            processor[saves] += time.process_time() - before
+            processor[saves] += processor_seconds() - before
     ratios = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
     figures = {
         "agent": agent,
@@ -298,7 +299,13 @@ def time_of(agent: str, trajectories: int, turns: int, think: float) -> tuple[di
         "processor_seconds_a_turn_without": round(processor[False] / trajectories / turns, 5),
     }
     against = f"{trajectories} pairs of {turns} turns, model {think:g} s a turn"
-    return figures, Check(f"{agent}: time", statistics.median(ratios), "", MOST_TIME, "max", against)
+    return figures, Check(f"{agent}: time", statistics.median(ratios), "times", MOST_TIME, "max", against)
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and of the sandboxes that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def left_behind(store: Path, seconds: float) -> dict[str, int]:
@@ -323,6 +330,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=30, help="turns of each task")
     parser.add_argument("--agents", nargs="+", choices=AGENTS, default=list(AGENTS), help="whose workload")
     parser.add_argument("--think", type=float, default=0.2, help="seconds in which the model samples a turn")
+    parser.add_argument("--timed", type=int, default=4, help="pairs of tasks of each agent that are timed")
+    parser.add_argument("--timed-think", type=float, default=1.0, help="the same as --think, in these tasks")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rose-sandbox-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
@@ -331,7 +340,7 @@ def main() -> int:
     rows, checks = [], []
     for agent in given.agents:
         figures, found = measure(agent, given.trajectories, given.turns, given.think, str(store))
-        timed, check = time_of(agent, max(2, given.trajectories // 2), given.turns, given.think)
+        timed, check = time_of(agent, given.timed, given.turns, given.timed_think)
         rows.append({**figures, **timed})
         checks += [*found, check]
     left = left_behind(store, 120.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.brokers import EMBEDDED, IF_KAFKA, KAFKA, start, start_nodes
-from tests.support.sandbox_fixtures import needs_sandboxes
+from tests.support.sandbox_fixtures import needs_sandboxes, own_leases
 from tests.support.storm.plan import draw
 from tests.support.storm.run import LEAST_ASKED, blow
 from tests.support.storm.shape import Shape, leaving
@@ -26,6 +26,8 @@ FIRST_SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))
 LEFT = "has left group through explicit `LeaveGroup` request"
 EXPIRED = "has failed, removing it from the group"
 """Log text of a coordinator about a member that left, and about a member whose session expired."""
+
+__all__ = ["own_leases"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +64,7 @@ def test_law_holds_without_stalls_after_a_short_storm(kind: str, tmp_path: Path)
 
 
 @needs_sandboxes
-def test_storm_over_sandboxes_loses_no_file_and_leaves_nothing(tmp_path: Path) -> None:
+def test_storm_over_sandboxes_loses_no_file_and_leaves_nothing(own_leases: None, tmp_path: Path) -> None:
     storm(FIRST_SEED + 4, EMBEDDED, tmp_path, sandboxes=True)
 
 

@@ -81,15 +81,25 @@ def seen(environment: SandboxEnvironment, command: str = "grep -r '' . | sort") 
 
 
 def sandbox_processes() -> list[int]:
-    """Processes on this host that run sandboxes, or run in one of them that this user may see."""
-    found = []
+    """Processes that run sandboxes whose leases are in this process's folder of leases."""
+    leases, found = str(folder_of_leases()), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if b"namespace_init" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+                opened = [str(file.readlink()) for file in (folder / "fd").iterdir()]
+                found += [int(folder.name)] if any(file.startswith(leases) for file in opened) else []
         except OSError:
             continue
     return found
+
+
+@pytest.fixture
+def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have a folder of leases for the test and the processes that it starts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield
+    monkeypatch.undo()
 
 
 def sleepers(seconds: str) -> list[int]:
@@ -104,12 +114,12 @@ def sleepers(seconds: str) -> list[int]:
     return found
 
 
-def sandboxes_left(store: Path) -> list[str]:
+def sandboxes_left(store: Path, *, keep_seconds: float = 60.0) -> list[str]:
     """What sandboxes have left behind, in words, once a later worker's passes had their time."""
     deadline = time.monotonic() + LEFT_SECONDS
     while True:
         reap(folder_of_leases())
-        PackStore(store, keep_seconds=60.0).sweep()
+        PackStore(store, keep_seconds).sweep()
         left = [f"the process {pid} of a sandbox is left" for pid in sandbox_processes()]
         left += [f"{path} is left" for path in (*folder_of_leases().glob("*.lease"), *store.glob("*/*"))]
         if not left or time.monotonic() > deadline:

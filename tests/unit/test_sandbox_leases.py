@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,12 @@ from rose.workers.environments.sandbox.process import SHELL, SandboxProcess
 from rose.workers.environments.sandbox.state import PackReference
 from rose.workers.environments.sandbox.store import PackStore
 from rose.workers.environments.sandbox.tree import digest_of
-from tests.support.sandbox_fixtures import LIMITS, needs_sandboxes, sleepers
+from tests.support.sandbox_fixtures import LIMITS, needs_sandboxes, own_leases, sleepers
 from tests.support.waiting import has_ended, until
 
-pytestmark = needs_sandboxes
+pytestmark = [needs_sandboxes, pytest.mark.usefixtures("own_leases")]
+
+__all__ = ["own_leases"]
 
 HOLDER = """
 import sys
@@ -32,15 +33,6 @@ print(sandbox.lease.path, flush=True)
 {then}
 """
 IDLE, BUSY = "sys.stdin.read()", 'sandbox.run([*SHELL, "sleep 98{word}"])'
-
-
-@pytest.fixture(autouse=True)
-def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have a folder of leases for the test, which no other process reaps."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    yield
-    monkeypatch.undo()
 
 
 @pytest.fixture

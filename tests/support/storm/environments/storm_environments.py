@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from rose.workers.environments.protocol import JsonValue, Step
-from rose.workers.environments.sandbox.environment import SandboxEnvironment
+from rose.workers.environments.sandbox.environment import LOST, SandboxEnvironment
 
 BLOCKED_SECONDS = 3600.0
 """Longer than any storm."""
@@ -61,7 +61,7 @@ class Sandboxed(SandboxEnvironment):
         number = zlib.crc32(action.encode())
         command = COMMANDS[number % len(COMMANDS)]
         taken = await super().step(f"```bash\n{command}\n```")
-        self._lines += "x >> log" in command and "[" not in taken.observation
+        self._lines += "x >> log" in command and taken.observation != LOST
         if number % SUBMIT_EVERY:
             return msgspec.structs.replace(taken, observation="1")
         counted = await super().step("```bash\ncat base log | wc -l\n```")
