@@ -159,7 +159,7 @@ def whole_bytes(environment: SandboxEnvironment) -> int:
 
 async def begun(seed: int, *, saves: bool = True) -> SandboxEnvironment:
     environment = SandboxEnvironment()
-    await environment.reset(seed, {"setup": SETUP, "disk_mib": 64})
+    await environment.reset(seed, {"setup": [*SETUP], "disk_mib": 64})
     if saves:
         await environment.snapshot()
     return environment
@@ -239,10 +239,10 @@ async def killed(store: str, agent: str, turns: int, seed: int, think: float) ->
 
 def same(played: Played | None, whole: Played) -> bool:
     """Whether a play from some turn on ended like the undisturbed one."""
-    if played is None or played.files != whole.files:
+    if played is None:
         return False
-    count = len(played.observations)
-    return played.observations == whole.observations[len(whole.observations) - count :]
+    expected = whole.observations[len(whole.observations) - len(played.observations) :]
+    return (played.observations, played.files) == (expected, whole.files)
 
 
 def measure(agent: str, trajectories: int, turns: int, think: float, store: str) -> tuple[dict[str, Any], list[Check]]:

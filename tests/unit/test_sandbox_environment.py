@@ -19,7 +19,7 @@ pytestmark = needs_sandboxes
 
 __all__ = ["store"]
 
-CHANGES = {
+CHANGES: dict[str, tuple[str, dict[str, str | None]]] = {
     "echo one > a": ("files", {"a": "one"}),
     "echo two > b; mkdir -p d; cp b d/b": ("files", {"b": "two", "d/b": "two"}),
     "rm -rf d b": ("files", {"b": None, "d/b": None}),

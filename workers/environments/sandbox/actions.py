@@ -23,7 +23,7 @@ MAX_ACTION_CHARACTERS = 50_000
 
 
 class Tool(Enum):
-    """What runs a block."""
+    """Program that runs a block."""
 
     SHELL = "shell"
     PYTHON = "python"

@@ -58,7 +58,7 @@ log = structlog.get_logger()
 
 
 class Change(Enum):
-    """What a turn changed."""
+    """Kind of change of a turn."""
 
     NOTHING = "nothing"
     FILES = "files"
@@ -68,7 +68,7 @@ class Change(Enum):
 
 @dataclass(slots=True)
 class Figures:
-    """What the checkpoints of one sandbox did; for people and benchmarks."""
+    """Counts of turns and checkpoints of one sandbox; for people and benchmarks."""
 
     turns: dict[Change, int] = field(default_factory=lambda: dict.fromkeys(Change, 0))
     state_bytes: int = 0

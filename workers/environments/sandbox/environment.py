@@ -86,7 +86,7 @@ class SandboxEnvironment:
         self._state = b""
         self._is_done = False
         self.figures = Figures()
-        """What the checkpoints did."""
+        """Counts of turns and checkpoints; for people and benchmarks."""
 
     async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
         """Make the sandbox with the task's files. Raises EnvironmentArgumentError and NoSandbox."""

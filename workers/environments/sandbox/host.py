@@ -1,4 +1,4 @@
-"""What all sandboxes of one process share: settings, the store of packs, and the traffic of checkpoints over the host.
+"""Shared by all sandboxes of one process: settings, the store of packs, and the traffic of checkpoints over the host.
 
 Keeps true: at most CHECKPOINTS_AT_ONCE checkpoints are read and written at a time by all workers of a user on a host,
 and together they write at most `bytes_per_second`.

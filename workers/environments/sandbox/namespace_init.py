@@ -219,15 +219,19 @@ def drop_privileges() -> None:
 
 
 def processes() -> list[str]:
-    """Command lines of the running processes of the namespace, but this one; without those that have ended."""
+    """Command lines of this process's children that run: of what commands have left, without their own children.
+
+    A command that runs on starts and ends children at any moment; whether it runs itself does not depend on the moment.
+    """
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or name == "1":
             continue
         with contextlib.suppress(OSError):
             with open(f"/proc/{name}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X"):
-                    continue
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state in (b"Z", b"X") or parent != b"1":
+                continue
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 found.append(file.read(256).replace(b"\0", b" ").strip().decode("latin-1") or "?")
     return sorted(found)

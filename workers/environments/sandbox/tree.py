@@ -53,7 +53,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     mtime_ns: Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
     size: Annotated[int, msgspec.Meta(ge=0, le=MAX_TREE_BYTES)]
     target: str
-    """Of a link, as Latin-1 text."""
+    """Target of a link, as Latin-1 text."""
     blocks: bytes
     """Digests of the file's blocks, joined."""
 
