@@ -110,6 +110,8 @@ class Save:
     """Content digest of the tree."""
     covers: int
     """Number of pending actions whose changes the tree has."""
+    reads: bool
+    """Whether the files are saved, and not only packs moved to the store."""
     wanted: threading.Event = field(default_factory=threading.Event)
     gate: threading.Lock = field(default_factory=threading.Lock)
     """Held for each read of the sandbox's files, and to withdraw `wanted`."""
@@ -118,7 +120,7 @@ class Save:
     def begin(self) -> None:
         """Have the host's threads run the save."""
         self.wanted.set()
-        self.done = self.host.threads.submit(self._run)
+        self.done = self.host.start_save(self._run)
 
     def withdraw(self) -> None:
         """Read no file from now on. A save that has read all files goes on."""
@@ -128,7 +130,7 @@ class Save:
     def _run(self) -> Saved:
         with self.host.turn_to_save(self.wanted) as written:
             packs = list(self.packs)
-            if self.covers:
+            if self.reads:
                 packs.append(self._packed())
             if self.host.store is not None:
                 written += [len(pack.content) for pack in packs]
@@ -255,7 +257,11 @@ class Checkpoints:
         if self._tree is None or self._processes:
             return False
         inline = sum(len(pack.content) for pack in self._packs)
-        return bool(self._pending) or (self._host.store is not None and inline > INLINE_BYTES)
+        return self._is_unsaved() or (self._host.store is not None and inline > INLINE_BYTES)
+
+    def _is_unsaved(self) -> bool:
+        """Whether there are files in no pack. Files that `setup` has made are saved too: it may take long."""
+        return bool(self._pending) or (not self._packs and bool(self._base.arguments.get("setup")))
 
     def _whole(self) -> bool:
         """Whether the next pack begins a new chain."""
@@ -266,7 +272,9 @@ class Checkpoints:
 
     def _save_at_once(self, sandbox: SandboxProcess) -> None:
         """Save a change of few bytes."""
-        if not self._pending or self._tree is None or self._processes or self._save is not None or self._whole():
+        if not self._is_unsaved() or self._tree is None or self._processes:
+            return
+        if self._save is not None or self._whole():
             return
         changed, removed = differences(self._chain.tree, self._tree)
         wanted = new_blocks(changed, self._chain.blocks)
@@ -283,7 +291,7 @@ class Checkpoints:
 
     def _begin_save(self, sandbox: SandboxProcess) -> None:
         assert self._tree is not None
-        is_whole = bool(self._pending) and self._whole()
+        is_whole = self._is_unsaved() and self._whole()
         self._save = Save(
             host=self._host,
             sandbox=sandbox,
@@ -294,6 +302,7 @@ class Checkpoints:
             tree=self._tree,
             content=self._content,
             covers=len(self._pending),
+            reads=self._is_unsaved(),
         )
         self._save.begin()
 
@@ -301,7 +310,7 @@ class Checkpoints:
         """Take the result of a save that has ended. `wait`: until it has."""
         if self._save is None or self._save.done is None or not (wait or self._save.done.done()):
             return
-        done, content, self._save = self._save.done, self._save.content, None
+        done, content, reads, self._save = self._save.done, self._save.content, self._save.reads, None
         try:
             saved = done.result()
         except (SaveAbandoned, SandboxLost):
@@ -319,6 +328,5 @@ class Checkpoints:
         kept = {pack.digest for pack in saved.packs}
         self._superseded += [pack for pack in self._packs if pack.digest not in kept and not pack.content]
         self._packs, self._chain = saved.packs, saved.chain
-        if saved.covers:
-            self._pending = self._pending[saved.covers :]
-            self._is_new = True
+        self._pending = self._pending[saved.covers :]
+        self._is_new = self._is_new or reads

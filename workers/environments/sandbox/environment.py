@@ -220,7 +220,7 @@ class SandboxEnvironment:
 
     def _newest(self, state: SandboxState) -> SandboxState:
         """The state with the packs that were stored after it was written, instead of the actions to repeat."""
-        if self._host.store is None or not state.pending or state.processes:
+        if self._host.store is None or state.processes or (state.packs and not state.pending):
             return state
         packs = self._host.store.noted(state.lineage, state.content)
         try:

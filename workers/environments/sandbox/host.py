@@ -6,10 +6,12 @@ and together they write at most `bytes_per_second`.
 
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +20,8 @@ from rose.workers.environments.sandbox.leases import PASS_SECONDS, host_slot
 from rose.workers.environments.sandbox.store import PackStore
 
 CHECKPOINTS_AT_ONCE = 2
+
+T = TypeVar("T")
 
 SWEEP_PASSES = 6
 """Renewals of packs between two sweeps of the store."""
@@ -36,7 +40,9 @@ class SandboxHost:
 
     def __init__(self, settings: SandboxSettings) -> None:
         self._settings = settings
-        self.threads = ThreadPoolExecutor(CHECKPOINTS_AT_ONCE, thread_name_prefix="sandbox-save")
+        self._saves: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        for _ in range(CHECKPOINTS_AT_ONCE):
+            start_thread(self._save, name="sandbox-save")
         self.store = PackStore(Path(settings.store), settings.store_seconds) if settings.store else None
         self._lineages: dict[str, int] = {}
         """Sandboxes that this process holds."""
@@ -72,6 +78,23 @@ class SandboxHost:
             yield written
             share = self._settings.bytes_per_second / CHECKPOINTS_AT_ONCE
             time.sleep(max(0.0, began + sum(written) / share - time.monotonic()))
+
+    def start_save(self, save: Callable[[], T]) -> "Future[T]":
+        """Have one of this process's saving threads make the call. They are daemons: no exit waits for a store."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(save())
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                done.set_exception(error)
+
+        self._saves.put(run)
+        return done
+
+    def _save(self) -> None:
+        while True:
+            self._saves.get()()
 
     def _keep(self) -> None:
         assert self.store is not None

@@ -31,8 +31,12 @@ OUTLIVES_SECONDS = LEASE_SECONDS + PASS_SECONDS
 
 
 def folder_of_leases() -> Path:
-    """Folder of this user's leases on this host; made if it does not exist."""
-    folder = Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.geteuid()}"
+    """Folder of the leases of this user and PID namespace; made if it does not exist.
+
+    Containers that share a temporary folder do not see each other's processes.
+    """
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    folder = Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.geteuid()}-{namespace}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} belongs to another user: remove it, or set TMPDIR")
@@ -130,7 +134,7 @@ def reap(folder: Path) -> int:
     """Remove the leases whose holder is gone, and kill what still runs under them; returns their number."""
     removed = 0
     for path in folder.glob("*.lease"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             holder, *runner = path.read_text(encoding="ascii").splitlines() or [""]
             if _runs(holder) or time.time() - path.stat().st_mtime < PASS_SECONDS:
                 continue

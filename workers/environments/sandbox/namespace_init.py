@@ -71,6 +71,8 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_MOUNT_SETATTR = 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 _CAPABILITIES = 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -105,10 +107,7 @@ def _set_attributes(target: str, attributes: int, *, recursive: bool) -> None:
 
 
 def _pivot(new: str, old: str) -> None:
-    number = _SYS_PIVOT_ROOT.get(os.uname().machine)
-    if number is None:
-        raise SetupError(f"processors of type {os.uname().machine} are not supported")
-    _checked(_libc.syscall(number, new.encode(), old.encode()), "pivot_root")
+    _checked(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], new.encode(), old.encode()), "pivot_root")
 
 
 def _write(path: str, text: str) -> None:
@@ -540,6 +539,8 @@ def main(line_number: int, lease: int, lease_folder: int) -> NoReturn:
     line = socket.socket(fileno=line_number)
     asked, _ = receive(line)
     try:
+        if os.uname().machine not in _SYS_PIVOT_ROOT:
+            raise SetupError(f"processors of type {os.uname().machine} are not supported")
         enter_namespaces()
         pid = os.fork()
     except (SetupError, OSError) as error:
@@ -562,6 +563,8 @@ def _first_process(line: socket.socket, lease: int, asked: dict[str, Any]) -> No
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         _checked(_libc.sethostname(b"sandbox", 7), "sethostname")
+        # The worker's session keyring would be inherited. A kernel or container without keyrings refuses the call.
+        _libc.syscall(_SYS_KEYCTL[os.uname().machine], _KEYCTL_JOIN_SESSION_KEYRING, None)
         raise_loopback()
         build_root(asked["python_folder"], asked["disk_bytes"], asked["inodes"])
         send(line, {})
