@@ -2,10 +2,11 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rose.schemas.samples import Sample
@@ -38,8 +39,10 @@ def commanded(request: TurnRequest, context: bytes) -> list[TurnResult]:
     return [scripted_result(request, f"```{command}```", attempt=0)]
 
 
-def played(broker: AnyBroker, namespace: str, config: dict[str, Any], kills: int) -> dict[str, Sample]:
-    """The samples of all prompts, with a worker that is killed so many times."""
+def played(
+    broker: AnyBroker, namespace: str, config: dict[str, Any], *, kills: int = 0, victims: Sequence[str] = ()
+) -> dict[str, Sample]:
+    """The samples of all prompts. A worker is killed so many times, then a process of each of these names below it."""
     settings = broker.settings(namespace)
     quick = dataclasses.replace(settings, properties={**settings.properties, "session.timeout.ms": "6000"})
     executors = ScriptedExecutors(quick, PARTITIONS, results=commanded)
@@ -52,7 +55,12 @@ def played(broker: AnyBroker, namespace: str, config: dict[str, Any], kills: int
             with worker_process(executors.settings, 0, config) as worker:
                 executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
                 kill(worker)
-        with worker_process(executors.settings, 0, config):
+        with worker_process(executors.settings, 0, config) as worker:
+            for name in victims:
+                until = executors.requested + 3
+                executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
+                named = [each for each in psutil.Process(worker.pid).children(recursive=True) if each.name() == name]
+                named[0].kill()
             finish(executors, GROUPS * SIZE)
         return once(executors)
     finally:
@@ -66,14 +74,22 @@ def config(request: pytest.FixtureRequest, own_leases: None, model: str, tmp_pat
         "model_folder": model,
         "isolation": request.param,
         "sandbox_store": str(store),
-        "sandbox_store_seconds": 30.0,
+        "sandbox_store_seconds": 20.0,
     }
-    assert sandboxes_left(store, keep_seconds=30.0) == []
+    assert sandboxes_left(store, keep_seconds=20.0) == []
 
 
 def test_kills_of_a_worker_change_no_trajectory_and_leave_nothing(
     broker: AnyBroker, namespace: str, config: dict[str, Any]
 ) -> None:
-    undisturbed = played(broker, f"{namespace}calm.", config, 0)
+    undisturbed = played(broker, f"{namespace}calm.", config)
     assert {sample.failure for sample in undisturbed.values()} == {""}
-    assert played(broker, f"{namespace}kills.", config, 3) == undisturbed
+    assert played(broker, f"{namespace}kills.", config, kills=3) == undisturbed
+
+
+@pytest.mark.parametrize("config", ["process"], indirect=True)
+def test_kills_below_a_worker_change_no_trajectory_and_leave_nothing(
+    broker: AnyBroker, namespace: str, config: dict[str, Any]
+) -> None:
+    undisturbed = played(broker, f"{namespace}calm.", config)
+    assert played(broker, f"{namespace}kills.", config, victims=("env sandbox", "env-guard")) == undisturbed
