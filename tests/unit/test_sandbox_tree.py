@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.workers.environments.sandbox.namespace_init import BLOCK_BYTES
+from rose.workers.environments.sandbox.namespace_files import BLOCK_BYTES
 from rose.workers.environments.sandbox.tree import (
     Chain,
     Entry,

@@ -21,7 +21,7 @@ import structlog
 
 from rose.schemas.errors import describe_error
 from rose.workers.environments.sandbox.host import SandboxHost, SaveAbandoned
-from rose.workers.environments.sandbox.namespace_init import BLOCK_BYTES
+from rose.workers.environments.sandbox.namespace_files import BLOCK_BYTES
 from rose.workers.environments.sandbox.process import READ_BLOCKS, SandboxLost, SandboxProcess
 from rose.workers.environments.sandbox.state import (
     MAX_ACTIONS,
@@ -172,6 +172,8 @@ class Checkpoints:
         self._processes = base.processes
         self._tree: Tree | None = tree
         """Files after the last action that may have changed them; None if they could not be read."""
+        self._too_large: Tree | None = None
+        """Files whose packs no state can hold."""
         self._content = base.content
         self._unreadable = ""
         self._save: Save | None = None
@@ -254,7 +256,7 @@ class Checkpoints:
 
     def _is_due(self) -> bool:
         """Whether a save would make the state smaller or faster to restore."""
-        if self._tree is None or self._processes:
+        if self._tree is None or self._processes or self._tree is self._too_large:
             return False
         inline = sum(len(pack.content) for pack in self._packs)
         return self._is_unsaved() or (self._host.store is not None and inline > INLINE_BYTES)
@@ -280,7 +282,10 @@ class Checkpoints:
         wanted = new_blocks(changed, self._chain.blocks)
         if sum(min(self._tree[path].size, BLOCK_BYTES) for path, _ in wanted.values()) > AT_ONCE_BYTES:
             return
-        blocks = dict(zip(wanted, sandbox.read(list(wanted.values())), strict=True))
+        try:
+            blocks = dict(zip(wanted, sandbox.read(list(wanted.values())), strict=True))
+        except SandboxLost:
+            return  # the next turn makes the sandbox again
         content = encode_pack(self._chain.end, changed, removed, blocks)
         packs = [*self._packs, PackReference(digest_of(content), self._holder, content)]
         if excess([], packs):
@@ -324,6 +329,7 @@ class Checkpoints:
         self._notes.add(content)
         self.figures.stored_bytes += saved.stored_bytes
         if excess([], saved.packs):
+            self._too_large = self._tree
             return
         kept = {pack.digest for pack in saved.packs}
         self._superseded += [pack for pack in self._packs if pack.digest not in kept and not pack.content]

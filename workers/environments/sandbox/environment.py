@@ -212,7 +212,8 @@ class SandboxEnvironment:
     def _check(self) -> bool:
         if self.sandbox is None or not self.sandbox.is_running:
             self._restore(self._state)
-        assert self.sandbox is not None
+        assert self.sandbox is not None and self._checkpoints is not None
+        self._checkpoints.before_action()
         try:
             return self.sandbox.run([*SHELL, self._arguments.check], {"SEED": str(self._seed)}).status == 0
         except SandboxLost:

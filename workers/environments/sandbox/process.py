@@ -34,6 +34,13 @@ INODES = 16_384
 READ_BLOCKS = 16
 """Blocks that are read at once: a command waits for one such read at most."""
 
+ROOT = Path(namespace_init.__file__).parents[4]
+"""Folder with the package `rose`."""
+
+PROGRAM = (
+    "import sys; sys.path.append({folder!r}); "
+    "from rose.workers.environments.sandbox.namespace_init import main; main{handed}"
+)
 PYTHON_FOLDER = sys.base_prefix
 VARIABLES = {
     "PATH": f"{PYTHON_FOLDER}/bin:/usr/local/bin:/usr/bin:/bin",
@@ -94,7 +101,7 @@ class SandboxProcess:
             with lease_folder() as folder:
                 handed = theirs.fileno(), self.lease.descriptor, folder
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", namespace_init.__file__, *map(str, handed)],
+                    [sys.executable, "-I", "-S", "-c", PROGRAM.format(folder=str(ROOT), handed=handed)],
                     pass_fds=handed,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

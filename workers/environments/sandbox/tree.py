@@ -19,7 +19,7 @@ from typing import Annotated
 import blake3
 import msgspec
 
-from rose.workers.environments.sandbox.namespace_init import BLOCK_BYTES, PATH_BYTES, ROOTS
+from rose.workers.environments.sandbox.namespace_files import BLOCK_BYTES, PATH_BYTES, ROOTS
 
 DIGEST_BYTES = 16
 
