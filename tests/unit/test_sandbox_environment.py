@@ -176,6 +176,35 @@ def test_process_over_too_many_turns_makes_the_state_say_that_it_cannot_be_resto
     run(environment.close())
 
 
+def test_path_that_is_too_long_makes_the_state_say_so_until_it_is_removed() -> None:
+    environment = begun()
+    deep = "import os\nfor _ in range(60): os.mkdir('a' * 100); os.chdir('a' * 100)"
+    step, state = act(environment, f'python3 -c "{deep}"')
+    assert step.observation == "[no output]"
+    with pytest.raises(SnapshotError, match="a path has more than 1024 bytes"):
+        restored(state)
+    _, state = act(environment, "rm -r aaa*; echo 1 > b")
+    again = restored(state)
+    assert seen(again) == "./b:1"
+    run(again.close())
+    run(environment.close())
+
+
+def test_files_without_a_store_are_restored_up_to_what_a_snapshot_holds() -> None:
+    environment = begun()
+    act(environment, "head -c 600000 /dev/urandom > a")
+    until(lambda: not decode_state(act(environment, "true")[1]).pending)
+    _, state = act(environment, "head -c 600000 /dev/urandom > b")
+    until(lambda: bool(act(environment, "true")) and environment.figures.in_background > 1)
+    with pytest.raises(SnapshotError, match="other results"):
+        restored(act(environment, "true")[1])
+    _, state = act(environment, "rm b")
+    again = restored(state)
+    assert seen(again, "cat a | sha1sum") == seen(environment, "cat a | sha1sum")
+    run(again.close())
+    run(environment.close())
+
+
 def test_lost_pack_is_named(store: Path) -> None:
     environment = begun()
     act(environment, "head -c 400000 /dev/urandom > a")

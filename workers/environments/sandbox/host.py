@@ -41,8 +41,7 @@ class SandboxHost:
     def __init__(self, settings: SandboxSettings) -> None:
         self._settings = settings
         self._saves: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        for _ in range(CHECKPOINTS_AT_ONCE):
-            start_thread(self._save, name="sandbox-save")
+        self._saves_begun = False
         self.store = PackStore(Path(settings.store), settings.store_seconds) if settings.store else None
         self._lineages: dict[str, int] = {}
         """Sandboxes that this process holds."""
@@ -54,6 +53,8 @@ class SandboxHost:
         """Keep the packs of this sandbox from now on."""
         with self._lock:
             self._lineages[lineage] = self._lineages.get(lineage, 0) + 1
+        if self.store is not None:
+            self.store.renew(lineage)
 
     def let_go(self, lineage: str, *, ended: bool) -> None:
         """Do not keep the packs of this sandbox any more. `ended`: nobody needs them."""
@@ -89,6 +90,11 @@ class SandboxHost:
             except BaseException as error:  # noqa: BLE001 - the caller gets it
                 done.set_exception(error)
 
+        with self._lock:
+            if not self._saves_begun:
+                self._saves_begun = True
+                for _ in range(CHECKPOINTS_AT_ONCE):
+                    start_thread(self._save, name="sandbox-save")
         self._saves.put(run)
         return done
 

@@ -21,13 +21,14 @@ from pathlib import Path
 from rose.topics.processes import start_thread
 
 LEASE_SECONDS = 30.0
-"""Time after which a sandbox whose holder does not renew its lease ends."""
+"""Time after which a sandbox whose holder does not renew its lease ends. With PASS_SECONDS, it is the longest time that
+a sandbox outlives its holder as long as one worker runs on the host."""
 
 PASS_SECONDS = 5.0
 """Time between two passes of the reaper, which also renews the leases of its own process."""
 
-OUTLIVES_SECONDS = LEASE_SECONDS + PASS_SECONDS
-"""Longest time that a sandbox outlives its holder, as long as one worker runs on the host."""
+SLOT_SECONDS = 0.005
+"""Time between two tries to get one of the host's places for saves."""
 
 
 def folder_of_leases() -> Path:
@@ -153,19 +154,23 @@ REAPER = Reaper()
 
 
 @contextlib.contextmanager
-def host_slot(slots: int, may_wait: "threading.Event") -> Iterator[bool]:
-    """One of `slots` places that all processes of this user on the host share; false once `may_wait` is cleared."""
+def host_slot(slots: int, wanted: threading.Event) -> Iterator[bool]:
+    """One of `slots` places that all processes of this user on the host share; false once it is not `wanted`."""
     folder = folder_of_leases()
     files = [os.open(folder / f"checkpoint.{number}", os.O_RDWR | os.O_CREAT, 0o600) for number in range(slots)]
     try:
-        while may_wait.is_set():
-            for file in files:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    yield True
-                    return
-            time.sleep(0.005)
-        yield False
+        has_slot = False
+        while wanted.is_set() and not (has_slot := any(map(_locks, files))):
+            time.sleep(SLOT_SECONDS)
+        yield has_slot
     finally:
         for file in files:
             os.close(file)  # which releases its lock
+
+
+def _locks(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
