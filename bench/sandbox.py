@@ -331,7 +331,7 @@ def main() -> int:
     parser.add_argument("--agents", nargs="+", choices=AGENTS, default=list(AGENTS), help="whose workload")
     parser.add_argument("--think", type=float, default=0.2, help="seconds in which the model samples a turn")
     parser.add_argument("--timed", type=int, default=4, help="pairs of tasks of each agent that are timed")
-    parser.add_argument("--timed-think", type=float, default=1.0, help="the same as --think, in these tasks")
+    parser.add_argument("--timed-think", type=float, default=3.0, help="the same as --think, in these tasks")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rose-sandbox-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)

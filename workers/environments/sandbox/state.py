@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import msgspec
 
 from rose.workers.environments.protocol import SnapshotError
-from rose.workers.environments.sandbox.tree import DIGEST_BYTES, MAX_CHAIN
+from rose.workers.environments.sandbox.namespace_files import DIGEST_BYTES
+from rose.workers.environments.sandbox.tree import MAX_CHAIN
 
 STATE_BYTES = 700_000
 """Most bytes of packs in a state; a snapshot has 900 KiB at most."""

@@ -19,9 +19,7 @@ from typing import Annotated
 import blake3
 import msgspec
 
-from rose.workers.environments.sandbox.namespace_files import BLOCK_BYTES, PATH_BYTES, ROOTS
-
-DIGEST_BYTES = 16
+from rose.workers.environments.sandbox.namespace_files import BLOCK_BYTES, DIGEST_BYTES, PATH_BYTES, ROOTS
 
 MAX_ENTRIES = 20_000
 """Most files and folders of a tree."""
@@ -59,7 +57,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests of the file's blocks (BLAKE2b, 16 bytes each)."""
+        """Digests of the file's blocks."""
         return [self.blocks[at : at + DIGEST_BYTES] for at in range(0, len(self.blocks), DIGEST_BYTES)]
 
     @property
@@ -185,8 +183,8 @@ def encode_pack(
 
 
 def block_digest(block: bytes) -> bytes:
-    """Digest of a block (BLAKE2b)."""
-    return hashlib.blake2b(block, digest_size=DIGEST_BYTES).digest()
+    """Digest of a block (the first bytes of SHA-256)."""
+    return hashlib.sha256(block).digest()[:DIGEST_BYTES]
 
 
 class Chain:
