@@ -36,8 +36,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from bench.check import Check, keep, options, say
 from rose.workers.environments.protocol import SnapshotError
 from rose.workers.environments.sandbox.actions import Action, parse_action
@@ -310,12 +308,12 @@ def processor_seconds() -> float:
 
 def left_behind(store: Path, seconds: float) -> dict[str, int]:
     """What is left of all sandboxes after the stated time."""
+    from tests.support.sandbox_fixtures import sandbox_processes  # its import makes a sandbox
+
     until = time.monotonic() + seconds
     while True:
         found = {
-            "processes": sum(
-                "namespace_init" in " ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])
-            ),
+            "processes": len(sandbox_processes()),
             "leases": len(list(folder_of_leases().glob("*.lease"))),
             "checkpoints": sum(path.is_file() for path in store.rglob("*")),
         }
