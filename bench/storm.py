@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="storms, one after another")
     parser.add_argument("--first", type=int, default=None, metavar="SEED", help="first seed; random if not given")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds of faults in each storm")
+    parser.add_argument("--sandboxes", action="store_true", help="run one in four groups in sandboxes")
     parser.add_argument("--leaves", type=int, default=0, metavar="N", help="only ask this many workers to leave")
     parser.add_argument("--cells", type=int, default=1, metavar="N", help="number of cells")
     arguments = parser.parse_args()
@@ -130,7 +131,14 @@ def main() -> None:
         shape = leaving(arguments.leaves)
     else:
         cells = arguments.cells
-        shape = Shape(nodes=nodes, lenders=LENDERS, control=1, cells=cells, rounds=arguments.rounds)
+        shape = Shape(
+            nodes=nodes,
+            lenders=LENDERS,
+            control=1,
+            cells=cells,
+            rounds=arguments.rounds,
+            sandboxes=arguments.sandboxes,
+        )
     first = random.SystemRandom().randrange(2**20) if arguments.first is None else arguments.first
     reports = []
     for seed in range(first, first + arguments.seeds):

@@ -255,6 +255,10 @@ MEANINGS = {
         "The broker deleted samples before they were trained on.",
         "Correct the retention of the topic (`rose topics check`).",
     ),
+    "sandbox_not_saved": Meaning(
+        "A checkpoint of a sandbox could not be written. The sandbox is saved after its next change.",
+        "Make room in `environment.sandbox_store`, and give the worker the right to write there.",
+    ),
     "settle_request_without_effect": Meaning(
         "`rose settle` names a trajectory that has ended and has no outcome yet.",
         "If `samples_lost` names its partition, its group stays open: raise `environment.window_groups`.",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.brokers import EMBEDDED, IF_KAFKA, KAFKA, start, start_nodes
+from tests.support.sandbox_fixtures import needs_sandboxes, own_leases
 from tests.support.storm.plan import draw
 from tests.support.storm.run import LEAST_ASKED, blow
 from tests.support.storm.shape import Shape, leaving
@@ -26,6 +27,8 @@ LEFT = "has left group through explicit `LeaveGroup` request"
 EXPIRED = "has failed, removing it from the group"
 """Log text of a coordinator about a member that left, and about a member whose session expired."""
 
+__all__ = ["own_leases"]
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
@@ -33,11 +36,19 @@ pytestmark = [
 ]
 
 
-def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1, ranks: int = 1) -> None:
+def storm(
+    seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1, ranks: int = 1, sandboxes: bool = False
+) -> None:
     print(f"ROSE_CHAOS_SEED={seed}")
     lends = rounds > 1
     shape = Shape(
-        nodes=3 if kind == KAFKA else 0, lenders=lends, control=lends, cells=cells, rounds=rounds, ranks=ranks
+        nodes=3 if kind == KAFKA else 0,
+        lenders=lends,
+        control=lends,
+        cells=cells,
+        rounds=rounds,
+        ranks=ranks,
+        sandboxes=sandboxes,
     )
     data = folder / "broker"
     with start_nodes(data) if kind == KAFKA else start(kind, data) as broker:
@@ -50,6 +61,11 @@ def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1
 @pytest.mark.parametrize("kind", [KAFKA, pytest.param(EMBEDDED, marks=IF_KAFKA)])
 def test_law_holds_without_stalls_after_a_short_storm(kind: str, tmp_path: Path) -> None:
     storm(FIRST_SEED, kind, tmp_path)
+
+
+@needs_sandboxes
+def test_storm_over_sandboxes_loses_no_file_and_leaves_nothing(own_leases: None, tmp_path: Path) -> None:
+    storm(FIRST_SEED + 4, EMBEDDED, tmp_path, sandboxes=True)
 
 
 @pytest.mark.long

@@ -314,7 +314,8 @@ def test_unopenable_prompts_are_dead_lettered_and_the_worker_continues(
     ]
     for prompt in [first, *bad, msgspec.structs.replace(fourth, max_turns=fourth.max_turns + 1)]:
         executors.submit(prompt, partition=0)
-    same = "this worker has calculator, frozenlake; all workers of a namespace need the same environment.environments"
+    known = "this worker has calculator, frozenlake, sandbox"
+    same = f"{known}; all workers of a namespace need the same environment.environments"
     reasons = (
         f"unknown environment 'chess': {same}",
         "unknown environment",

@@ -175,12 +175,12 @@ def results_of(request: TurnRequest, context: bytes) -> list[TurnResult]:
     noise = draw(request.trajectory_id, request.turn)
     results = []
     if noise % 5 == 0:
-        results.append(_result(request, "", attempt=0, outcome=TurnOutcome.PREEMPTED))
+        results.append(scripted_result(request, "", attempt=0, outcome=TurnOutcome.PREEMPTED))
     action = scripted_action(request, context)
     cut = noise % 7 == 0 and not action.startswith("=")
-    results.append(_result(request, action, attempt=len(results), cut=cut))
+    results.append(scripted_result(request, action, attempt=len(results), cut=cut))
     if noise % 3 == 0:
-        results.append(_result(request, "0+0", attempt=len(results)))
+        results.append(scripted_result(request, "0+0", attempt=len(results)))
     return results
 
 
@@ -200,7 +200,7 @@ def scripted_action(request: TurnRequest, context: bytes) -> str:
     return f"={total if draw(request.trajectory_id, -1) % 2 else 100}"
 
 
-def _result(
+def scripted_result(
     request: TurnRequest,
     text: str,
     *,

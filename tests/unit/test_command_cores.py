@@ -65,7 +65,10 @@ def test_every_invalid_line_is_named_with_its_reason(tmp_path: Path) -> None:
         3: (line(group_id="g3", group_size=0), "group_size"),
         4: (line(group_id="g4", groupsize=4), "no field `groupsize`"),
         5: (line(), "is that of line 1"),
-        6: (line(group_id="g6", environment="calculater"), "the configuration here names calculator, frozenlake"),
+        6: (
+            line(group_id="g6", environment="calculater"),
+            "the configuration here names calculator, frozenlake, sandbox",
+        ),
         7: (b'{"group_id": "g7"}', "missing required field"),
         8: (line(group_id="a b"), "group_id"),
         9: (line(group_id="g9", arguments={"text": "x" * 1_000_000}), "over the limit"),

@@ -80,6 +80,13 @@ class EnvironmentConfig:
     process_memory_bytes: int = 0
     """Most private memory (RLIMIT_DATA) of a process of environments, and of each child process; 0 for no limit. Set it
     in containers with `memory.oom.group`: if memory runs out there, the kernel ends all processes of the container."""
+    sandbox_store: Path | None = None
+    """Folder that all environment workers share, with the checkpoints of sandboxes that are too large for the log.
+    Without it, a sandbox whose files take more than 700,000 bytes, compressed, may not be restored."""
+    sandbox_store_seconds: float = 3600.0
+    """Time that the checkpoints of a sandbox without a worker are kept; more than a worker takes to recover."""
+    sandbox_bytes_per_second: int = 67_108_864
+    """Most bytes that the workers of one host write together to `sandbox_store`, per second."""
     isolation: str = "auto"
     """Where environments run. `process`: each kind in a process of its own, whose end does not end the worker.
     `thread`: in the worker, which is cheaper. `auto`: your own environments in processes, built-in ones in threads."""
@@ -107,6 +114,8 @@ class EnvironmentConfig:
             "max_processes must be from 1 to 256": 1 <= self.max_processes <= 256,
             f"process_memory_bytes must be 0, or from {LEAST_MEMORY} to 2^50": self.process_memory_bytes == 0
             or LEAST_MEMORY <= self.process_memory_bytes <= 2**50,
+            "sandbox_store_seconds must be from 1 to 604800": 1 <= self.sandbox_store_seconds <= LONGEST_SECONDS,
+            "sandbox_bytes_per_second must be from 2^16 to 2^40": 2**16 <= self.sandbox_bytes_per_second <= 2**40,
             "isolation must be auto, process or thread": self.isolation in ISOLATIONS,
         }
         for sentence, holds in in_range.items():

@@ -22,6 +22,7 @@ from rose.workers.environments.rounds import Rounds
 from rose.workers.environments.runner_pool import LOOK_SECONDS, NewRunner, RunnerPool
 from rose.workers.environments.runner_server import ProcessSetup
 from rose.workers.environments.runner_supervisor import BEGIN_SECONDS
+from rose.workers.environments.sandbox.host import SandboxSettings, configure_sandboxes
 from rose.workers.environments.thread_runner import ThreadRunner
 from rose.workers.environments.trajectory import TrajectoryRules
 from rose.workers.environments.turn_format import TurnFormat
@@ -46,6 +47,7 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
     before = set(threading.enumerate())
     if not all(_in_process(config, name) for name in config.environments):
         sys.path[:] = with_import_paths(config.import_paths)
+    configure_sandboxes(_sandbox_settings(config))
     limits = RunnerLimits(
         max_live=config.max_live_environments,
         timeout_seconds=config.step_timeout_seconds,
@@ -89,6 +91,14 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
         _end_soon(before)
 
 
+def _sandbox_settings(config: EnvironmentConfig) -> SandboxSettings:
+    return SandboxSettings(
+        store=str(config.sandbox_store.resolve()) if config.sandbox_store else "",
+        store_seconds=config.sandbox_store_seconds,
+        bytes_per_second=config.sandbox_bytes_per_second,
+    )
+
+
 def _in_process(config: EnvironmentConfig, name: str) -> bool:
     """Whether environments of this name run in a process of their own."""
     return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
@@ -106,6 +116,7 @@ def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerL
             import_paths=with_import_paths(config.import_paths),
             limits=limits,
             generation=life,
+            sandboxes=_sandbox_settings(config),
         )
         return ProcessRunner(kind, answer)
 

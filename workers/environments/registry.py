@@ -14,6 +14,7 @@ from rose.workers.import_path import Registry, binding_error, class_error
 BUILT_IN = {
     "calculator": "rose.workers.environments.calculator:Calculator",
     "frozenlake": "rose.workers.environments.gymnasium_adapter:FrozenLake",
+    "sandbox": "rose.workers.environments.sandbox.environment:SandboxEnvironment",
 }
 """Name to `module:class`."""
 

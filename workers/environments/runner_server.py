@@ -42,6 +42,7 @@ from rose.workers.environments.process_integrity import (
     restore_child_handling,
 )
 from rose.workers.environments.registry import UnknownEnvironment, load_environment
+from rose.workers.environments.sandbox.host import SandboxSettings, configure_sandboxes
 from rose.workers.environments.thread_runner import CLOSE_SECONDS, ThreadRunner
 from rose.workers.environments.turn_format import TurnFormat
 
@@ -60,6 +61,7 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
     import_paths: list[str]
     limits: RunnerLimits
     generation: int
+    sandboxes: SandboxSettings = SandboxSettings()
 
 
 def serve(descriptor: int, shared: int) -> NoReturn:
@@ -77,6 +79,7 @@ def serve(descriptor: int, shared: int) -> NoReturn:
         set_process_name(f"env {kind.environment}")
         if kind.limits.memory_bytes:
             _limit_memory(kind.limits.memory_bytes)
+        configure_sandboxes(kind.sandboxes)
         status = RunnerServer(line, kind, signs).run()
     except (EOFError, OSError):
         pass  # the worker is gone

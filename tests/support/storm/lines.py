@@ -14,6 +14,9 @@ from tests.support.storm.shape import Shape
 
 BLOCKING = "storm_environments:Blocking"
 """The environment of trajectories that must end as failures of the infrastructure."""
+SANDBOXED = "storm_environments:Sandboxed"
+"""The environment of one in SANDBOXED_EVERY groups: a sandbox that must not lose what its commands have written."""
+SANDBOXED_EVERY = 4
 
 
 class LineKind(Enum):
@@ -66,7 +69,8 @@ class Lines:
         size = 2 if blocking else self._shape.group_size
         at = max(0.0, dice.uniform(-0.2, 1.0)) * self._shape.seconds  # a sixth of the lines wait when the storm begins
         mark = self._mark()
-        environment = BLOCKING if blocking else "calculator"
+        sandboxed = self._shape.sandboxes and number % SANDBOXED_EVERY == 0
+        environment = BLOCKING if blocking else SANDBOXED if sandboxed else "calculator"
         value = self._prompt(mark, group_id, size, environment)
         key = group_id if dice.random() < 0.7 else None
         return Line(at, LineKind.GOOD, mark, value, key, group_id, size, blocking)

@@ -25,6 +25,7 @@ from rose.topics.settings import BusSettings
 from tests.support.brokers import flags
 from tests.support.kafka_cluster import Cluster
 from tests.support.lender_server_fixtures import SERVING
+from tests.support.sandbox_fixtures import sandboxes_left
 from tests.support.storm.lines import Line, LineKind
 from tests.support.storm.log_checks import Log, breaches, read_all, read_log
 from tests.support.storm.plan import SLOTS, Act, Plan, PlannedFault, Role, Worker
@@ -77,7 +78,9 @@ window_groups = 8
 members_ratio = {members_ratio}
 groups_ratio = {groups_ratio}
 step_timeout_seconds = 8.0
-environments = ["storm_environments:Blocking"]
+environments = ["storm_environments:Blocking", "storm_environments:Sandboxed"]
+sandbox_store = "{folder}/sandboxes"
+sandbox_store_seconds = 60.0
 import_paths = ["{imports}"]
 
 [executor]
@@ -197,6 +200,8 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[
         roles.leave()
     report.breaches += [f"{worker} did not leave when it was asked to" for worker in roles.overdue]
     report.breaches += storm.unproduced()
+    if shape.sandboxes:
+        report.breaches += sandboxes_left(folder / "sandboxes")
     report.faults, report.crashes, report.crash_words = roles.faults, roles.crashes, roles.crash_words
     report.left = roles.left
     if isinstance(broker, Cluster):

@@ -24,6 +24,8 @@ class Shape:
     members_ratio: float = 1.25
     groups_ratio: float = 1.5
     blocking_groups: int = 2
+    sandboxes: bool = False
+    """Whether a part of the groups run in sandboxes."""
 
     @property
     def seconds(self) -> float:
