@@ -52,9 +52,9 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
         memory_bytes=config.process_memory_bytes,
         max_runners=config.max_processes,
     )
-    stage = RunnerPool(_runners(config, turn_format, limits), limits)
+    stage = RunnerPool(runners_of(config, turn_format, limits), limits)
     try:
-        check = _allowed(config, stage, stop)
+        check = begin_environments(config, stage, stop)
         connect(settings)
         sampling = Sampling(
             temperature=config.temperature,
@@ -87,7 +87,7 @@ def _in_process(config: EnvironmentConfig, name: str) -> bool:
     return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
 
 
-def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerLimits) -> NewRunner:
+def runners_of(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerLimits) -> NewRunner:
     """Return a function that makes the runner of a kind of environments."""
 
     def new_runner(name: str, answer: ResultCallback, life: int) -> Runner:
@@ -105,7 +105,7 @@ def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerL
     return new_runner
 
 
-def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event) -> Callable[[str], None]:
+def begin_environments(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event) -> Callable[[str], None]:
     """Return a check that refuses names other than built-in ones and those of the configuration.
 
     A prompt comes from the bus: importing any name in a prompt would run code that the sender of the prompt chose.

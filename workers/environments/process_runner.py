@@ -53,6 +53,8 @@ class ProcessRunner:
         """
         self.ready = False
         self.exit_reason: str | None = None
+        self.exit_unasked = False
+        """Whether the process ended although the worker had not asked it to; known with `exit_reason`."""
         self.load_error: str | None = None
         """Why the process could not begin, as the process reported it; None otherwise."""
         self._reported_reason = ""
@@ -114,6 +116,11 @@ class ProcessRunner:
         self._send("begin_generation", generation)
 
     @property
+    def guard(self) -> int:
+        """Process id of the guard, the parent of the environments' process."""
+        return self._process.pid
+
+    @property
     def heartbeats(self) -> int:
         """Counter that grows while nothing blocks the process."""
         return self._signs[BEATS]
@@ -172,6 +179,7 @@ class ProcessRunner:
             intrusion = f" wrote to ROSE's own line ({type(error).__name__})"
             self.kill()
         status = self._process.wait()
+        self.exit_unasked = bool(intrusion) or not self._leaving
         self.kill()
         self._to_say.put(None)
         self._line.close()
