@@ -27,7 +27,7 @@ OWN := pipeline schemas topics workers
 TRITON := $(VENV)/triton
 
 # These extras name other versions than vLLM of packages that both need, so each has an environment of its own.
-APART := openenv
+APART := openenv verifiers
 EXTRAS = $(shell $(PYTHON) -c 'import tomllib; print(*("--extra " + name for name in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"] if name not in "$(APART)".split()))')
 
 # Image builder with its flags, and registry prefix of the images. deploy/images documents the build arguments.
