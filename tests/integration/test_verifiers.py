@@ -3,15 +3,29 @@
 import json
 import os
 import subprocess
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from rose.schemas.arrays import pack_tokens, unpack_tokens
+from rose.workers.environments.byte_model import write_byte_model
+from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.home import ResetResult
+from rose.workers.environments.jobs import ResetJob, RunnerLimits, StepJob
+from rose.workers.environments.main import begin_environments, runners_of
+from rose.workers.environments.runner_pool import RunnerPool
+from rose.workers.environments.transitions import StepResult
+from rose.workers.environments.turn_format import TurnFormat
 from tests.support.adapter_environments import ROOT, python_of
+from tests.support.environment_fixtures import answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 EXAMPLES = ROOT / "docs/examples/verifiers"
+
+NAME = "verifiers_tasks:Addition"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +82,34 @@ def test_example_passes_every_check_in_a_workers_processes(name: str) -> None:
     where = ["--import-path", str(EXAMPLES), "--turns", "4", "--seed", "0", "--seed", "1", "--action", "50"]
     checked = run("rose.pipeline.cli", "environment", "check", f"verifiers_tasks:{name}", *where)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_worker_plays_tasks_with_the_interpreter_of_verifiers(tmp_path: Path) -> None:
+    folder = write_byte_model(tmp_path)
+    config = EnvironmentConfig(
+        model_folder=folder,
+        environments=(NAME,),
+        import_paths=(EXAMPLES,),
+        python=Path(python_of("verifiers")),
+    )
+    form = TurnFormat(folder)
+    limits = RunnerLimits(max_live=4, timeout_seconds=60.0, max_context_tokens=1024)
+    pool = RunnerPool(runners_of(config, form, limits), limits)
+    pool.begin_generation(1)
+    try:
+        begin_environments(config, pool, Event())
+        job = ResetJob(generation=1, trajectory_id="t", environment=NAME, ticket=None, seed=0, arguments={})
+        begun = answers(pool, [job])["t"]
+        assert isinstance(begun, ResetResult), begun
+        text = form.text([int(token) for token in unpack_tokens(begun.observation)])
+        assert text.startswith("<|im_start|>system\nAnswer with the number alone.<|im_end|>\n<|im_start|>user\n")
+        left, right = text.partition("user\n")[2].partition("<|im_end|>")[0].split("+")
+        action = pack_tokens(form.action_tokens(str(int(left) + int(right))))
+        step = StepJob(generation=1, trajectory_id="t", environment=NAME, ticket=None, tokens=action, state=begun.state)
+        stepped = answers(pool, [step])["t"]
+        assert isinstance(stepped, StepResult) and stepped.done and stepped.reward == 1.0
+    finally:
+        pool.close()
 
 
 def test_subclass_without_verifiers_is_refused_with_the_fix() -> None:

@@ -46,8 +46,8 @@ class ProcessRunner:
 
     killable = True
 
-    def __init__(self, kind: ProcessSetup, answer: ResultCallback) -> None:
-        """Start the process.
+    def __init__(self, kind: ProcessSetup, answer: ResultCallback, *, python: str = sys.executable) -> None:
+        """Start the process with this interpreter.
 
         `answer` is called on a thread of its own.
         """
@@ -71,7 +71,7 @@ class ProcessRunner:
         try:
             self._process = subprocess.Popen(
                 [
-                    sys.executable,
+                    python,
                     "-P",
                     "-c",
                     f"from rose.workers.environments.runner_process import main; main{handed}",
