@@ -15,6 +15,7 @@ Keeps true
 """
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,9 @@ NONSENSE = (
 
 BAD_VALUES: tuple[Any, ...] = (None, [], {"a": 1}, "nonsense", -1, 1e300)
 """Values that replace the value of each argument in turn."""
+
+MARK = re.compile(r"<[|｜][^|｜]*[|｜]>")
+"""A special token in the text of an observation; it is no word of the environment."""
 
 UNKNOWN_ARGUMENT = "no_such_argument_of_the_check"
 
@@ -167,7 +171,8 @@ def _play(player: Player, lives: Sequence[Life], plan: CheckPlan, steps: Sequenc
 def _drawn(player: Player, life: Life, draw: random.Random, known: Sequence[str], steps: Sequence[str]) -> bytes:
     """Return the next action, as packed tokens: a known one, or a word of the observation, or a malformed one."""
     seen = life.turns[-1][1].observation if life.turns else life.first.observation
-    choices = known or player.turn_format.text([int(token) for token in unpack_tokens(seen)]).split()
+    text = player.turn_format.text([int(token) for token in unpack_tokens(seen)])
+    choices: Sequence[str] = known or MARK.sub(" ", text).split()
     if steps and (not choices or draw.random() < NONSENSE_SHARE):
         choices = steps
     return _tokens(player, draw.choice(choices or ("?",)))
