@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,12 +80,7 @@ def check(
     from rose.workers.environments.byte_model import write_byte_model
     from rose.workers.environments.check import CheckPlan, check_environment
 
-    try:
-        given = json.loads(arguments)
-    except ValueError as error:
-        raise UsageError(f"--arguments is no JSON ({error}): write an object, such as '{{\"size\": 3}}'") from None
-    if not isinstance(given, dict):
-        raise UsageError("--arguments is no JSON object: write one, such as '{\"size\": 3}'")
+    given = _read_arguments(arguments)
     seeds = tuple(dict.fromkeys(seed or SEEDS))
     passed = True
     with _without_logs(), TemporaryDirectory(prefix="rose-check-") as folder:
@@ -105,6 +100,17 @@ def check(
             print_line(f"{'pass' if finding.passed else 'FAIL'}  {finding.check:<12} {finding.reason}")
     if not passed:
         raise typer.Exit(1)
+
+
+def _read_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of `--arguments`. Raises UsageError."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--arguments is no JSON ({error}): write an object, such as '{{\"size\": 3}}'") from None
+    if not isinstance(given, dict):
+        raise UsageError("--arguments is no JSON object: write one, such as '{\"size\": 3}'")
+    return given
 
 
 @contextmanager

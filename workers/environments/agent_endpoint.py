@@ -4,7 +4,7 @@ Keeps true
 - A request waits until the policy's action answers it, however long that takes.
 - The conversation only grows: a request repeats the messages of the request before, then the answer, then new messages.
   Any other request is refused with a reason, because a context could not grow by what was sampled.
-- The endpoint listens on this machine alone, and ends with the trajectory.
+- The endpoint listens on this machine alone, under a path that only its trajectory knows, and ends with it.
 
 Example:
     POST /v1/chat/completions [system, user]                      -> the first observation
@@ -15,6 +15,7 @@ Example:
 import asyncio
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,11 +48,12 @@ class AgentEndpoint:
     async def start(self) -> str:
         """Listen; return the base URL."""
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        secret = secrets.token_urlsafe(16)
+        app.router.add_post(f"/{secret}/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/{secret}/v1"
 
     async def close(self) -> None:
         """End all requests and stop listening."""
