@@ -20,6 +20,9 @@ MAX_TURN_TOKENS = 65_536
 MAX_GROUP_SIZE = 4_096
 """Most trajectories of one prompt."""
 
+MAX_DEFERRALS = 1_000
+"""Most times that a group is deferred."""
+
 MAX_CHAIN = 64
 """Most requests of a chain, the anchor included: as many records are read back at most."""
 

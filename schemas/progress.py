@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from rose.schemas.limits import (
+    MAX_DEFERRALS,
     MAX_GROUP_SIZE,
     MAX_RECORD_BYTES,
     MAX_TURNS,
@@ -44,6 +45,7 @@ class Group(Record, frozen=True, kw_only=True):
 
     group_id: GroupId
     group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
+    """Number of trajectories that were opened."""
     state: GroupState
     offset: Count
     """Offset of the prompt in its home."""
@@ -53,6 +55,15 @@ class Group(Record, frozen=True, kw_only=True):
     """Lower bound of the offsets of its trajectories' outcomes."""
     decided_to: Count | None = None
     """The prompts of its home before this offset have been decided; None: those up to its own prompt."""
+    needed: Annotated[int, Meta(ge=0, le=MAX_GROUP_SIZE)] = 0
+    """Size that its prompt asks for, if the group was opened with more trajectories; 0 if it was not. Once so many have
+    ended with a reward, the others are surplus."""
+    deferrals: Annotated[int, Meta(ge=0, le=MAX_DEFERRALS)] = 0
+    """How often the group was deferred."""
+    deferred: bool = False
+    """Whether its turns are on hold until a later round."""
+    rewarded: Annotated[int, Meta(ge=0, le=MAX_GROUP_SIZE)] = 0
+    """Number of trajectories that have ended with a reward; counted only in open groups with surplus trajectories."""
     changed_at: Moment
     """Unix seconds at which the state changed."""
 

@@ -60,6 +60,10 @@ class Ending(Enum):
     """The context had no room for another token, and the environment was not done."""
     FAILED = "failed"
     """The infrastructure failed."""
+    SURPLUS = "surplus"
+    """Enough other trajectories of its group had ended: the group was opened with more than it needs."""
+    STALE = "stale"
+    """One of its tokens is older than the trainer's staleness bound allows, so the sample could not be trained on."""
     UNKNOWN = "unknown"
     """The writer of the sample did not say."""
 
@@ -93,7 +97,7 @@ class Sample(Record, frozen=True, kw_only=True):
     """Policy versions over `tokens`; the spans cover exactly the sampled tokens."""
     turns: Annotated[tuple[SampleTurn, ...], Meta(max_length=MAX_TURNS)]
     reward: Reward | None
-    """Reward; None if the infrastructure failed, which is no reward of 0."""
+    """Reward; None if the infrastructure failed or the trajectory was ended early, which is no reward of 0."""
     success: bool | None = None
     """Whether the task was solved; None if the environment does not say."""
     failure: Text = ""
@@ -121,6 +125,8 @@ class Outcome(Enum):
     """Nothing can be learned: all rewards of its group were equal, its sampling cannot be weighed, or it was truncated
     and the trainer leaves such samples out."""
     INFRA_FAILED = "infra_failed"
+    SURPLUS = "surplus"
+    """Ended early, because its group was opened with more trajectories than it needs and enough had ended."""
     SUPERSEDED = "superseded"
     """Sampled by a policy version that the run has gone back behind."""
 
@@ -138,4 +144,6 @@ class SampleOutcome(Record, frozen=True, kw_only=True):
     policy_version: Version
     """Version of the trainer's policy at that time."""
     reason: Text = ""
+    oldest_fresh: Version = 0
+    """The oldest policy version that the trainer's staleness bound still allowed; 0 if it says nothing."""
     recorded_at: Moment

@@ -107,6 +107,17 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     """Unix seconds by the environment worker's clock."""
     patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
     """Longest time that the turn waits for an executor; then the router fails it."""
+    withdrawn: bool = False
+    """Whether the request for this turn is withdrawn: the trajectory has ended, and no result of the turn is applied.
+    Such a request has an empty context. An older router drops it as a duplicate."""
+    hold: bool = False
+    """Whether this turn, requested before, is put on hold until it is requested again: its group is deferred. Such a
+    request has an empty context, too."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether it asks for no turn: it withdraws one, or puts one on hold."""
+        return self.withdrawn or self.hold
 
     @property
     def is_anchor(self) -> bool:
@@ -268,6 +279,10 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     """Unix seconds since which this attempt has waited in the router."""
     partial: Part | None = msgspec.field(default=None, name="begun")
     """Partial output of earlier attempts, from which this attempt goes on."""
+    withdrawn: bool = False
+    """Whether the executor is to stop this attempt, which was dispatched before: its turn is withdrawn or on hold. The
+    request is the one that stops the turn. An older executor drops such a dispatch as a duplicate; if it has answered
+    the attempt, it refuses the empty context."""
 
     @cached_property
     def request(self) -> TurnRequest:

@@ -77,16 +77,16 @@ class TraceSpan:
 
 
 def spans_of_written(record: Record, topic: str, now: float) -> Iterator[TraceSpan]:
-    """The spans that end when this record is written to the topic; none for most records.
+    """The spans that end when this record is written to the topic; none for most records, and none for withdrawals.
 
     `topic`: name on the broker. `now`: unix seconds.
     """
     match record:
-        case TurnRequest():
+        case TurnRequest(withdrawn=False):
             yield _producer_span(
                 record.trajectory_id, record, topic, TRAJECTORY, record.requested_at, now, turn=record.turn
             )
-        case TurnDispatch():
+        case TurnDispatch(withdrawn=False):
             request = record.request
             span: dict[str, AttributeValue] = {"turn": request.turn, "attempt": record.attempt, "worker": record.worker}
             parent, begins = request_span(request.turn), record.queued_at or record.dispatched_at

@@ -221,6 +221,8 @@ class FleetExecutor:
         answer = self._inbox.on_dispatch(dispatch, self._version, offset=offset)
         if answer.action is InboxAction.DROP:
             return []
+        if answer.action is InboxAction.STOP:
+            return [self._stop_turn(dispatch, answer.reason, now)]
         if answer.action is InboxAction.REFUSE:
             outputs: list[Output] = [self._refused(dispatch, answer.reason, answer.refusal, now)]
             fits = self._offers.fit(len(self._inbox) + 1, self._inbox.tokens + kv_tokens_needed(dispatch))
@@ -362,6 +364,11 @@ class FleetExecutor:
             del self._waiting[key]
             back.append(self._refused(self._inbox.release(key), reason, Refusal.ROOM, now))
         return back
+
+    def _stop_turn(self, dispatch: TurnDispatch, reason: str, now: float) -> TurnResult:
+        if self._waiting.pop(dispatch.key, None) is None:
+            return self._done(self._engine.give_up("/".join(map(str, dispatch.key)), now, reason))
+        return self._refused(self._inbox.release(dispatch.key), reason, Refusal.ROOM, now)
 
     def _done(self, done: TurnFinished) -> TurnResult:
         key, received_at = self._keys.pop(done.turn.name)

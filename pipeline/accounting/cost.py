@@ -40,6 +40,7 @@ class Fate(Enum):
     FILTERED = "filtered"
     STALE = "stale"
     SUPERSEDED = "superseded"
+    SURPLUS = "surplus"
     INFRA_FAILED = "infra_failed"
     IN_FLIGHT = "in_flight"
     """Work on a trajectory without an outcome."""

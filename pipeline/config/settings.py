@@ -29,7 +29,7 @@ from rose.topics.catalog import DEFAULT_RETENTION
 from rose.topics.health import RESTART_WINDOW_SECONDS
 from rose.topics.settings import PREFIX as NAMES
 from rose.topics.settings import check_required_settings
-from rose.workers.environments.config import EnvironmentConfig
+from rose.workers.environments.config import EnvironmentConfig, deferred_versions
 from rose.workers.executor.config import NAME, ExecutorConfig
 from rose.workers.lender.config import EndpointConfig, LenderConfig
 from rose.workers.loadgen.config import LoadgenConfig
@@ -370,6 +370,7 @@ def check_together(settings: Settings) -> None:
     """Check the rules that involve several sections. Raises UsageError."""
     run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
     executor, held = settings.executor, HOLDS.get(settings.executor.dtype, ())
+    deferred = deferred_versions(environment.groups_ratio)
     fits = {
         f"executor.dtype ({executor.dtype}) must be one of {', '.join(HOLDS)}": bool(held),
         f"weights.dtype ({settings.weights.dtype}) cannot be held exactly by engines in executor.dtype "
@@ -377,6 +378,10 @@ def check_together(settings: Settings) -> None:
         f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
         f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
             environment.window_groups >= trainer.groups_per_step  # of each worker: all homes may fall to one
+        ),
+        f"trainer.max_staleness ({trainer.max_staleness}) is less than {deferred}, the versions by which a group is "
+        f"old that environment.groups_ratio ({environment.groups_ratio:g}) defers: raise one of them": (
+            trainer.max_staleness >= deferred
         ),
         f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
         f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "

@@ -234,7 +234,8 @@ def run_roles(run: LocalRun, serving: Supervisor, prompts: Sequence[Prompt]) -> 
     config, broker, console = run.config, run.broker, run.console
     trainer, limit = config.settings.trainer, config.settings.run.time_limit_seconds
     deadline = run.began + limit if limit else math.inf
-    work = remaining_work(broker.settings, prompts, config.run_folder)
+    ratio = config.settings.environment.members_ratio
+    work = remaining_work(broker.settings, prompts, config.run_folder, members_ratio=ratio)
     if work.known:
         console.print(f"{work.known} of {len(prompts)} prompts are on the log already, and are not sent again")
     supervisor = run.supervisor_of(roles_of(config))

@@ -27,6 +27,7 @@ from rose.topics.log_reader import read_whole_topics
 from rose.topics.reader import Reader
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
+from rose.workers.environments.config import members_to_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,12 @@ class RequestedWork:
         group = self.groups.get(group_id)
         return group_id in self.prompts or (group is not None and group.state is not GroupState.REFUSED)
 
-    def sizes(self) -> dict[str, int]:
-        """Return the number of trajectories of each group, including refused ones."""
-        prompts = {name: prompt.group_size for name, prompt in self.prompts.items()}
+    def sizes(self, members_ratio: float) -> dict[str, int]:
+        """Return the number of trajectories of each group, including refused ones.
+
+        `members_ratio`: see EnvironmentConfig.
+        """
+        prompts = {name: members_to_open(prompt.group_size, members_ratio) for name, prompt in self.prompts.items()}
         return prompts | {name: group.group_size for name, group in self.groups.items()}
 
 
@@ -205,8 +209,12 @@ class RunWork:
     """Number of trajectories of all prompts, on the log or to be sent."""
 
 
-def remaining_work(settings: BusSettings, prompts: Sequence[Prompt], folder: Path) -> RunWork:
+def remaining_work(
+    settings: BusSettings, prompts: Sequence[Prompt], folder: Path, *, members_ratio: float = 1.0
+) -> RunWork:
     """Return the prompts that the log does not have yet, and append them to the record of sent prompts in `folder`.
+
+    `members_ratio`: see EnvironmentConfig.
 
     Raises UsageError if a prompt was changed after it was sent; TopicMissing or BusError.
     """
@@ -222,7 +230,8 @@ def remaining_work(settings: BusSettings, prompts: Sequence[Prompt], folder: Pat
         )
     with (folder / SENT).open("ab") as file:
         file.write(b"".join(msgspec.json.encode([each.group_id, _digest(each)]) + b"\n" for each in new))
-    sizes = requested.sizes() | {prompt.group_id: prompt.group_size for prompt in new}
+    opens = {prompt.group_id: members_to_open(prompt.group_size, members_ratio) for prompt in new}
+    sizes = requested.sizes(members_ratio) | opens
     return RunWork(new, len(known), sum(sizes.values()))
 
 
@@ -244,7 +253,7 @@ def _was_changed(prompt: Prompt, requested: RequestedWork, noted: Mapping[str, s
         return _digest(sent) != _digest(prompt)
     if prompt.group_id in noted:
         return noted[prompt.group_id] != _digest(prompt)
-    return group is not None and group.group_size != prompt.group_size
+    return group is not None and (group.needed or group.group_size) != prompt.group_size
 
 
 def _digest(prompt: Prompt) -> str:

@@ -15,7 +15,7 @@ Keeps true
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from rose.pipeline.monitor.diagnosis import SILENT_SECONDS
@@ -90,6 +90,8 @@ class RunState:
     """Number of manifests on the log that are of another run, or not signed by the trusted key."""
     curve: deque[float] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
     """Success of the recent trajectories at the time of each policy version."""
+    _deferred: set[str] = field(default_factory=set)
+    """Open groups whose turns are on hold."""
     _unsettled: dict[str, set[str]] = field(default_factory=dict)
     """Open groups with their trajectories that have no outcome."""
     _refused: dict[str, int] = field(default_factory=dict)
@@ -143,7 +145,8 @@ class RunState:
                 self._on_stage_progress(Stage.SAMPLED, record.group_id, now, stamp, fresh=fresh)
             case Group():
                 self._on_group(record)
-                self._on_stage_progress(Stage.OPENED, record.group_id, now, stamp, fresh=fresh)
+                if not record.rewarded and not record.deferrals:  # otherwise the group was opened earlier
+                    self._on_stage_progress(Stage.OPENED, record.group_id, now, stamp, fresh=fresh)
             case SampleOutcome():
                 self.ends[record.outcome] += 1
                 self._failures.append(record.reason if record.outcome is Outcome.INFRA_FAILED else None)
@@ -230,13 +233,13 @@ class RunState:
 
     @property
     def open_groups(self) -> int:
-        """Number of groups of which at least one trajectory has no outcome."""
-        return sum(bool(names) for names in self._unsettled.values())
+        """Number of groups of which at least one trajectory has no outcome, without the deferred ones."""
+        return sum(bool(names) for _, names in self._active())
 
     @property
     def in_a_turn(self) -> int:
-        """Number of trajectories of open groups that have not ended."""
-        return sum(len(names & self._live) for names in self._unsettled.values())
+        """Number of trajectories of open groups that have not ended, without those of deferred groups."""
+        return sum(len(names & self._live) for _, names in self._active())
 
     @property
     def waiting_for_trainer(self) -> int:
@@ -281,13 +284,13 @@ class RunState:
         return self.stage_clock.role_starts.recent(now)
 
     def open_groups_by_home(self) -> Counter[int]:
-        """Number of open groups by home."""
-        return Counter(self._home(name) for name, names in self._unsettled.items() if names)
+        """Number of open groups by home, without the deferred ones."""
+        return Counter(self._home(name) for name, names in self._active() if names)
 
     def live_by_home(self) -> Counter[int]:
-        """Number of trajectories of open groups that have not ended, by home."""
+        """Number of trajectories of open groups that have not ended, by home, without those of deferred groups."""
         found: Counter[int] = Counter()
-        for name, names in self._unsettled.items():
+        for name, names in self._active():
             found[self._home(name)] += len(names & self._live)
         return found
 
@@ -319,8 +322,13 @@ class RunState:
         ahead = self._decided.get(home, set()) | {group.offset}
         self._decided[home] = {offset for offset in ahead if offset >= self._decided_to[home]}
 
+    def _active(self) -> Iterator[tuple[str, set[str]]]:
+        """Yield the open groups that are not deferred, with their trajectories without an outcome."""
+        return ((name, names) for name, names in self._unsettled.items() if name not in self._deferred)
+
     def _on_group(self, group: Group) -> None:
         self._decide(group)
+        (self._deferred.add if group.deferred else self._deferred.discard)(group.group_id)
         self._refused.pop(group.group_id, None)
         if group.state is GroupState.REFUSED:
             self._refused[group.group_id] = group.group_size

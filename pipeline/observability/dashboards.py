@@ -253,6 +253,17 @@ WEIGHTS = Dashboard(
             },
         ),
         Panel(
+            "Gradients computed while groups are awaited",
+            "Share of the trained tokens whose gradient was computed before the last group of their step was complete "
+            "(trainer.stream_gradients), and tokens of the step to come.",
+            "short",
+            {
+                "share of tokens": f"rate(rose_trainer_streamed_tokens_total[{RATE}]) "
+                f"/ rate(rose_trainer_tokens_total[{RATE}])",
+                "tokens of the step to come": "rose_trainer_early_tokens",
+            },
+        ),
+        Panel(
             "Reward and success",
             "Reward and success in the latest step.",
             "short",
@@ -260,11 +271,12 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Drift of logprobs",
-            "Difference per token between trainer and engine. It grows with staleness. Without staleness it means that "
-            "the two compute different models.",
+            "Difference per token between trainer and engine. It grows with staleness. The KL of equal weights does "
+            "not: it means that the two compute different models.",
             "short",
             {
                 "KL, nats": "rose_trainer_behaviour_kl_nats",
+                "KL of equal weights, nats": "rose_trainer_mismatch_kl_nats",
                 "|1 - ratio|": "abs(1 - rose_trainer_importance_mean_ratio)",
             },
         ),
@@ -272,7 +284,36 @@ WEIGHTS = Dashboard(
             "Staleness",
             "Age, in versions, of the samples of the latest step.",
             "short",
-            {"mean": "rose_trainer_staleness_versions", "worst": "rose_trainer_staleness_max_versions"},
+            {
+                "mean": "rose_trainer_staleness_versions",
+                "mean of tokens": "rose_trainer_token_staleness_versions",
+                "worst": "rose_trainer_staleness_max_versions",
+            },
+        ),
+        Panel(
+            "Entropy",
+            "Entropy of the policies that sampled the latest step, and how far the policy has left the model folder's.",
+            "short",
+            {"entropy, nats": "rose_trainer_entropy_nats", "KL to the start, nats": "rose_trainer_reference_kl_nats"},
+        ),
+        Panel(
+            "Tokens without a gradient",
+            "Shares of the latest step's tokens: clipped or rejected ones by the sign of their advantage, and those "
+            "rejected by their ratio of trainer to engine.",
+            "percentunit",
+            {
+                "{{advantage}}": "rose_trainer_clipped_sign_ratio",
+                "rejected by ratio": "rose_trainer_rejected_ratio",
+            },
+        ),
+        Panel(
+            "Samples that teach little",
+            "Shares of the latest step's samples. An advantage of 0 is that of a group with equal rewards.",
+            "percentunit",
+            {
+                "advantage of 0": "rose_trainer_zero_advantage_ratio",
+                "cut off": "rose_trainer_truncated_ratio",
+            },
         ),
         Panel(
             "Gradient",

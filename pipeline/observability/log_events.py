@@ -70,6 +70,10 @@ MEANINGS = {
         "A message cannot be used, and is stored in the dead letter queue of its topic.",
         "Look at it with `rose dlq show`, mend its writer, send it back with `rose dlq retry`.",
     ),
+    "early_gradients_dropped": Meaning(
+        "Gradients that were computed while a step waited for groups are not used. The step computes all groups again.",
+        "Nothing, unless it repeats: then see `reason`, and set trainer.stream_gradients to false.",
+    ),
     "endpoint_found": Meaning("The endpoint answers and has the expected model."),
     "endpoint_resumed": Meaning("The endpoint was paused by a lender that ended during a load, and is resumed."),
     "endpoint_unreachable": Meaning("The endpoint does not answer. The lender waits.", "Start the endpoint's server."),
@@ -273,6 +277,11 @@ MEANINGS = {
     "trajectory_broken": Meaning(
         "The log does not hold what a trajectory needs to continue. The trajectory ends as failed.",
         "Check the retention of the topics (`rose topics check`).",
+    ),
+    "trajectory_overdue": Meaning(
+        "A trajectory had not ended by its deadline. It ends as failed.",
+        "Find out whether its environment or its turns are slow (`rose replay TRAJECTORY`); raise "
+        "`environment.trajectory_deadline_seconds` if it needs the time.",
     ),
     "trajectory_settled_by_hand": Meaning("A trajectory ended because of `rose settle`."),
     "transaction_given_up": Meaning(

@@ -2,7 +2,8 @@
 
 Keeps true
 - A core is given the inputs of its journal, in their order and at their times, and nothing else. So the decisions of an
-  unchanged core are those on the log, byte for byte.
+  unchanged core are those on the log, byte for byte. A record of an earlier version is compared as this version writes
+  it: with the fields that were added since, at their defaults.
 - The inputs stay those of the log after a difference. So the first difference of a core is the cause, and later
   differences may follow from it.
 - An input that the log does not have any more ends the replay of its core, with a sentence that names it.
@@ -244,7 +245,8 @@ def router_outcome(decision: Decision, now: float, costs: dict[str, float] | Non
     """The outcome of a router's decision."""
     wire = encode(decision)
     if isinstance(decision, TurnDispatch):
-        return Outcome(decision.key, now, decision.request.trajectory_id, wire, decision.slot, decision, costs)
+        name: Hashable = (decision.key, "withdrawn") if decision.withdrawn else decision.key
+        return Outcome(name, now, decision.request.trajectory_id, wire, decision.slot, decision, costs)
     name = decision.trajectory_id, decision.turn, "given up"
     return Outcome(name, now, decision.trajectory_id, wire, decision.home, decision)
 
@@ -257,9 +259,11 @@ def grant_outcome(key: str, grant: CapacityGrant | None) -> Outcome:
 
 def logged_outcome(envelope: Envelope) -> Outcome:
     """The outcome that a record on the log stands for."""
-    record, wire = envelope.record, envelope.raw.value
+    record = envelope.record
+    wire = None if record is None else encode(record)
     if isinstance(record, TurnDispatch):
-        found = Outcome(record.key, record.dispatched_at, envelope.key, wire, envelope.partition, record)
+        name: Hashable = (record.key, "withdrawn") if record.withdrawn else record.key
+        found = Outcome(name, record.dispatched_at, envelope.key, wire, envelope.partition, record)
     elif isinstance(record, TurnResult):
         name = record.trajectory_id, record.turn, "given up"
         found = Outcome(name, record.times.finished_at, envelope.key, wire, envelope.partition, record)

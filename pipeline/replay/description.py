@@ -19,7 +19,7 @@ from rose.pipeline.replay.records import ENDED, Attempt, Episode, EpisodeTurn, T
 from rose.schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample, SampleTurn
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
 
 
 class LatencyStage(NamedTuple):
@@ -110,8 +110,7 @@ def _episode(episode: Episode, decode: Decode | None) -> Iterator[str]:
 
 def _turn(number: int, turn: EpisodeTurn, seen: int, decode: Decode | None) -> Iterator[str]:
     yield f"turn {number}"
-    if turn.request is not None:
-        yield from describe_request(turn.request, seen, decode)
+    yield from describe_request(turn, seen, decode)
     for attempt_number, attempt in sorted(turn.attempts.items()):
         yield from describe_attempt(attempt_number, attempt, turn, decode)
     if turn.applied is not None:
@@ -129,15 +128,26 @@ def describe_applied(applied: SampleTurn) -> Iterator[str]:
         yield f"    turn     {_ms(times.applied_at - times.requested_at)} = {_legs(times)}"
 
 
-def describe_request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator[str]:
-    """Yield the lines of a request. `seen`: number of tokens of the context that earlier turns have shown."""
-    unseen = max(0, request.context_tokens - seen)
-    new = unpack_tokens(_whole(request.appended))[-unseen:] if unseen else []
-    behind = f", behind {len(request.chain)} requests" if request.chain else ", carried whole"
-    tokens = f"{request.context_tokens} tokens, {len(new)} of them new{behind}"
-    yield f"  asked      {_clock(request.requested_at)}, context of {tokens}"
-    if decode is not None:
-        yield f"  reads      {_quoted(decode(new))}"
+def describe_request(turn: EpisodeTurn, seen: int, decode: Decode | None) -> Iterator[str]:
+    """Yield the lines of a turn's request and of the later requests that stop the turn or ask for it again.
+
+    `seen`: number of tokens of the context that earlier turns have shown.
+    """
+    request = turn.request
+    if request is not None:
+        unseen = max(0, request.context_tokens - seen)
+        new = unpack_tokens(_whole(request.appended))[-unseen:] if unseen else []
+        behind = f", behind {len(request.chain)} requests" if request.chain else ", carried whole"
+        tokens = f"{request.context_tokens} tokens, {len(new)} of them new{behind}"
+        yield f"  asked      {_clock(request.requested_at)}, context of {tokens}"
+        if decode is not None:
+            yield f"  reads      {_quoted(decode(new))}"
+    for later in turn.later:
+        at = _clock(later.requested_at)
+        if later.withdrawn:
+            yield f"  withdrawn  {at}: the trajectory has ended"
+        else:
+            yield f"  on hold    {at}: its group is deferred" if later.hold else f"  asked      {at} again"
 
 
 def describe_attempt(number: int, attempt: Attempt, turn: EpisodeTurn, decode: Decode | None) -> Iterator[str]:
@@ -152,6 +162,9 @@ def describe_attempt(number: int, attempt: Attempt, turn: EpisodeTurn, decode: D
 
 
 def _dispatch(dispatch: TurnDispatch, number: int) -> Iterator[str]:
+    if dispatch.withdrawn:
+        yield f"  stop       of attempt {number}, sent to {dispatch.worker} (slot {dispatch.slot})"
+        return
     cost = dispatch.cost
     waited = f"{_ms(dispatch.dispatched_at - dispatch.queued_at)} after " if dispatch.queued_at else "at a time after "
     where = f"{dispatch.worker} (slot {dispatch.slot})"

@@ -43,8 +43,10 @@ ENDED = {
     Ending.DONE: "done",
     Ending.MAX_TURNS: "cut off by max_turns",
     Ending.CONTEXT: "cut off by the end of its context",
+    Ending.SURPLUS: "ended early: enough others of its group had ended",
+    Ending.STALE: "ended early: a token was too old to be trained on",
 }
-"""Text for the end of a trajectory that has a reward; no entry if the sample does not give the end."""
+"""Text for the end of a trajectory that did not fail; no entry if the sample does not give the end."""
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class Attempt:
     """One execution of a turn, as recorded on the log."""
 
     dispatches: list[TurnDispatch] = field(default_factory=list)
-    """More than one if a router restarted and dispatched the attempt again."""
+    """More than one if the attempt was told to stop, or if a router restarted and dispatched it again."""
     results: list[TurnResult] = field(default_factory=list)
     """In the order of the log; results after the first were dropped."""
 
@@ -62,9 +64,16 @@ class EpisodeTurn:
     """One turn of a trajectory, with its request and attempts."""
 
     request: TurnRequest | None = None
+    later: list[TurnRequest] = field(default_factory=list)
+    """Requests that withdrew the turn, put the turn on hold, or asked for it again after that."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
     applied: SampleTurn | None = None
     """The turn in the finished sample; None if there is no sample yet."""
+
+    @property
+    def is_on_hold(self) -> bool:
+        """Whether the newest request puts the turn on hold."""
+        return bool(self.later) and self.later[-1].hold
 
     def was_applied(self, result: TurnResult) -> bool:
         """Whether this result is the one that the sample contains."""
@@ -117,6 +126,10 @@ def fold_trajectory(trajectory_id: str, records: TrajectoryRecords) -> Trajector
     """Arrange the records of a trajectory by episode, turn and attempt."""
     history = TrajectoryHistory(trajectory_id, records.prompt, outcomes=list(records.outcomes), since=records.since)
     for request in records.requests:
+        known = _newest(history).turns.get(request.turn) if history.episodes else None
+        if request.stops or (known is not None and known.is_on_hold):
+            _newest(history).turns.setdefault(request.turn, EpisodeTurn()).later.append(request)
+            continue
         if not history.episodes or (request.turn == 0 and 0 in history.episodes[-1].turns):
             history.episodes.append(Episode())
         history.episodes[-1].turns.setdefault(request.turn, EpisodeTurn()).request = request
@@ -151,8 +164,8 @@ def _turn_of(history: TrajectoryHistory, number: int, requested_at: float) -> Ep
 def _episode_of(history: TrajectoryHistory, number: int, requested_at: float) -> Episode:
     """Return the episode that requested the turn at that time; the newest one if the log has lost the request."""
     for life in history.episodes:
-        request = life.turns.get(number, EpisodeTurn()).request
-        if request is not None and request.requested_at == requested_at:
+        turn = life.turns.get(number, EpisodeTurn())
+        if any(each is not None and each.requested_at == requested_at for each in (turn.request, *turn.later)):
             return life
     return _newest(history)
 

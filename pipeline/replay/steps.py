@@ -42,7 +42,7 @@ def step_after(at: int, steps: int, command: str) -> int | None:
 def _episode_steps(episode: Episode, decode: Decode | None) -> Iterator[Step]:
     seen = 0
     for number, turn in episode.turns.items():
-        request = () if turn.request is None else tuple(describe_request(turn.request, seen, decode))
+        request = tuple(describe_request(turn, seen, decode))
         attempts = sorted(turn.attempts.items())
         if not attempts:
             yield Step(f"turn {number}, no attempt yet", (*request, *_applied(turn, None)))

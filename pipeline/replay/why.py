@@ -145,7 +145,7 @@ def _sampled(group: GroupFacts, sample: Sample) -> str:
 def _under_way(records: TrajectoryRecords, progress: TrajectoryProgress) -> str:
     turn = progress.turn
     request = next((each for each in reversed(records.requests) if each.turn == turn), None)
-    dispatches = [each for each in records.dispatches if each.request.turn == turn]
+    dispatches = [each for each in records.dispatches if each.request.turn == turn and not each.withdrawn]
     results = [each for each in records.results if each.turn == turn]
     ended = next((each for each in results if each.outcome in (TurnOutcome.COMPLETED, TurnOutcome.FAILED)), None)
     if ended is not None and ended.outcome is TurnOutcome.FAILED:

@@ -25,6 +25,7 @@ FATES = {
     Fate.FILTERED: "filtered",
     Fate.STALE: "stale",
     Fate.SUPERSEDED: "superseded",
+    Fate.SURPLUS: "surplus",
     Fate.INFRA_FAILED: "infrastructure failed",
     Fate.IN_FLIGHT: "in flight",
     Fate.LOST: "lost attempts",

@@ -10,7 +10,7 @@ from rose.pipeline.accounting.usage import UsageLedger
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
-from rose.schemas.samples import Sample, SampleOutcome, SampleTurn
+from rose.schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
 from rose.schemas.weights import WeightManifest
 from rose.topics.catalog import COMPLETED, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
@@ -78,6 +78,8 @@ class TrajectoryFact:
     first_version: int
     """The policy version of its first token; -1 if it sampled none."""
     completed_at: float
+    surplus: bool = False
+    """Whether it was ended early because enough others of its group had ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,7 @@ def _trajectory(sample: Sample) -> TrajectoryFact:
         sampled_tokens=sum(turn.end - turn.start for turn in sample.turns),
         first_version=sample.spans[0].version if sample.spans else -1,
         completed_at=sample.completed_at,
+        surplus=sample.ended is Ending.SURPLUS,
     )
 
 

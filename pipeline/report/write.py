@@ -28,6 +28,7 @@ from rose.pipeline.report.lending_statistics import (
     seconds_of_lending,
     summarise_lending,
 )
+from rose.pipeline.report.length_bias import length_sentence
 from rose.pipeline.report.page import number, percent, render_page
 from rose.pipeline.report.summary import RunMetadata, Success, Summary, summarise
 from rose.schemas.errors import UsageError
@@ -90,6 +91,8 @@ def print_summary(console: Console, summary: Summary, folder: Path) -> None:
     table.add_row(
         "trajectories", f"{terms['requested']} requested = {ends}; {summary.lost} lost, {summary.doubled} doubled"
     )
+    if summary.lengths is not None:
+        table.add_row("lengths", length_sentence(summary.lengths))
     table.add_row("turns", f"{summary.turns} applied, {summary.turns_per_second:.0f} a second")
     table.add_row("on the bus", f"{1000 * bus.p50:.1f} ms a turn (median), {1000 * bus.p99:.1f} ms (p99)")
     if cache.reusable_tokens:
@@ -155,6 +158,7 @@ def report_html(
         summary=summary,
         headline=texts.headline,
         law=conservation_sentence(summary),
+        lengths=length_sentence(summary.lengths) if summary.lengths else None,
         lent=lending_sentence(summary.lending, users=texts.users) if summary.lending else None,
         priced=cost_sentence(summary.cost),
         uncounted=uncounted_sentence(summary.cost),

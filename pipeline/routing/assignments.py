@@ -167,6 +167,8 @@ class Assignments:
         newest_of: dict[str, TurnDispatch] = {}
         """The newest dispatch to each worker's newest incarnation, by worker."""
         for dispatch in dispatches:
+            if dispatch.withdrawn:
+                continue
             if _is_newer(dispatch, newest_of.get(dispatch.worker)):
                 newest_of[dispatch.worker] = dispatch
             turn = self._turns.get(dispatch.request.trajectory_id)
@@ -207,7 +209,7 @@ class Assignments:
 
     def _reassign_ghost(self, executor: Executor, execution: bytes, ghost: Execution, now: float) -> None:
         turn = self._turns.get(ghost.trajectory_id)
-        if turn is None or turn.worker or turn.turn != ghost.turn:
+        if turn is None or turn.worker or turn.turn != ghost.turn or turn.on_hold:
             return
         del executor.ghosts[execution]
         self._queue.remove(turn)

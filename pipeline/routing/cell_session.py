@@ -406,7 +406,8 @@ class CellSession:
                     trajectory_id=request.trajectory_id,
                     on_delivery=self._journal.decide(EntryKind.DISPATCH, self._on_dispatch_stored),
                 )
-                metrics.DISPATCH_SECONDS.observe(decision.dispatched_at - decision.queued_at)
+                if not decision.withdrawn:
+                    metrics.DISPATCH_SECONDS.observe(decision.dispatched_at - decision.queued_at)
             else:
                 name = decision.trajectory_id
                 self._log.warning("turn_failed", trajectory=name, turn=decision.turn, reason=decision.reason)

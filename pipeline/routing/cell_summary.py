@@ -39,7 +39,9 @@ def summarize_cell(router: Router, *, name: str, now: float, cell: int = 0, cell
     lost = 0 if lines else router.outstanding
     turns, waiting = router.queue.waiting_for_room + lost, router.turns if lost else router.queue.turns
     room_tokens = prefill_tokens = new_tokens = 0.0
-    for turn in islice((turn for turn in waiting.values() if not turn.context_missing), MAX_COUNTED_TURNS):
+    for turn in islice(
+        (turn for turn in waiting.values() if not turn.context_missing and not turn.on_hold), MAX_COUNTED_TURNS
+    ):
         room_tokens += turn.room_tokens
         prefill_tokens += turn.context_tokens + turn.partial_tokens
         new_tokens += max(1.0, turn.lengths.expected(turn.turn, turn.max_tokens) - turn.partial_tokens)

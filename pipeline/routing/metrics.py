@@ -10,9 +10,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rose.pipeline.routing.counters import Counters
 from rose.pipeline.routing.liveness import ClockSkews, ExecutorStatus
 from rose.pipeline.routing.membership import CellOwnership
-from rose.pipeline.routing.router import Counters, Router
+from rose.pipeline.routing.router import Router
 from rose.topics.metrics import register
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -34,6 +35,7 @@ COUNTS = {
     "requested": ("turns_requested", "Turn requests accepted."),
     "finished": ("turns_finished", "Turns completed."),
     "failed": ("turns_failed", "Turns failed: attempts or patience ran out."),
+    "withdrawn": ("turns_withdrawn", "Turns withdrawn because their trajectory ended early."),
     "dispatched": ("dispatches", "Dispatches written."),
     "reissued": ("turns_reissued", "Times that a turn was reissued."),
     "late": ("late_results", "Results of executions that were replaced."),
@@ -134,7 +136,7 @@ class RouterCollector(Collector):
 
 
 def _oldest_seconds(router: Router, now: float) -> float:
-    queued = [turn.queued_at for turn in list(router.queue.turns.values())]
+    queued = [turn.queued_at for turn in list(router.queue.turns.values()) if not turn.on_hold]
     return max(0.0, now - min(queued)) if queued else 0.0
 
 

@@ -1,7 +1,7 @@
 """The router's core: chooses an executor for each turn, and reissues the turns of executors that leave.
 
 Keeps true
-- No turn is lost: `requested = finished + failed + outstanding + waiting`, after every event.
+- No turn is lost: `requested = finished + failed + withdrawn + outstanding + waiting`, after every event.
 - A turn is dispatched only to an executor that is LIVE and ready, within the limits of the executor's newest heartbeat.
 - A turn is assigned to at most one executor. When the executor leaves, restarts, preempts, refuses or loses the turn,
   the turn is queued once under a new attempt. If an executor turns out to hold a queued turn still, the turn is
@@ -12,6 +12,8 @@ Keeps true
 - The first COMPLETED result of a turn finishes the turn, whichever attempt the result belongs to.
 - The router knows the length of a context, not its tokens. A turn whose context no executor can read back waits for a
   request with an anchor. A missing context is no fault.
+- A turn that is withdrawn or on hold is not dispatched, and each executor that may run the turn is told once to stop.
+  A turn on hold keeps its partial, and goes on once it is requested again.
 - A turn becomes FAILED after `max_attempts` attempts that ended by a fault, or once its patience has passed without
   progress. No timeout applies to a running turn.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
@@ -24,47 +26,30 @@ with it.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from rose.pipeline.routing.assignments import Assignments
 from rose.pipeline.routing.candidates import PlacementQuery
 from rose.pipeline.routing.config import RouterConfig
+from rose.pipeline.routing.counters import Counters
 from rose.pipeline.routing.liveness import Executor, ExecutorStatus, Liveness
 from rose.pipeline.routing.placement import Choice, Placement
 from rose.pipeline.routing.prefix_cache import CachedPrefix, PrefixLocations
+from rose.pipeline.routing.stops import RestoredStops, stops_of
 from rose.pipeline.routing.turn import LengthsByEnvironment, Turn
 from rose.pipeline.routing.turn_queue import ReceivedRequest, TurnQueue
 from rose.schemas.arrays import count
 from rose.schemas.heartbeats import SlackHeartbeat
 from rose.schemas.record import Record
-from rose.schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts of events since the start. Counts only grow."""
-
-    requested: int = 0
-    """Turns accepted."""
-    finished: int = 0
-    failed: int = 0
-    """Turns given up by the router."""
-    dispatched: int = 0
-    reissued: int = 0
-    """Times that a turn was queued again."""
-    late: int = 0
-    """Results of executions that no longer mattered."""
-    duplicate: int = 0
-    """Requests for turns already known."""
-    lost: int = 0
-    """Dispatches that an executor with heartbeats did not list."""
-    context_missing: int = 0
-    """Times that a turn waited for an anchor."""
-    overtaken: int = 0
-    """Turns finished by the request for the next one, which was read before their result."""
-
+from rose.schemas.turns import (
+    Refusal,
+    TurnDispatch,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    TurnTimes,
+)
 
 ATTEMPT_LIMIT = 2**16
 """Attempts that a dispatch can number. A turn that has used all of them fails."""
@@ -134,8 +119,14 @@ class Router:
         raise TypeError(f"{type(event).__name__} is no input of the router")
 
     def on_request(self, received: ReceivedRequest, now: float) -> list[Decision]:
-        """Accept a request for a turn, or the anchor of a turn that is known; return dispatches and failures."""
+        """Accept a request for a turn, the anchor of a known turn, or a withdrawal; return dispatches and failures."""
         known = self.turns.get(received.request.trajectory_id)
+        if received.request.stops:
+            stops = self._stop(received, now)
+            return [*stops, *self._dispatch_waiting(now)] if known is not None else []
+        if known is not None and known.on_hold and known.turn == received.request.turn:
+            self._release(known, received, now)
+            return self._dispatch_waiting(now)
         if known is not None and self._attach_anchor(known, received, now):
             return self._dispatch_waiting(now)
         turn = self._accept(known, received, now)
@@ -267,17 +258,31 @@ class Router:
         because of its fencing token.
         """
         started_at = clock()
+        stops = RestoredStops()
         for received in requests:
             known = self.turns.get(received.request.trajectory_id)
+            if received.request.stops:
+                stops.on_stopping_request(received)
+                self._stop(received, started_at)
+                continue
+            if known is not None and known.on_hold and known.turn == received.request.turn:
+                stops.on_request_again(received)
+                self._release(known, received, started_at)
+                continue
             if known is not None and self._attach_anchor(known, received, started_at):
                 continue
             opened = self._accept(known, received, started_at)
             if opened is not None:
                 self.queue.push(opened)
         decisions: list[Decision] = []
-        orphans = self.assignments.restore(dispatches, started_at)
+        held = [turn for turn in self.turns.values() if turn.on_hold]
+        orphans = self.assignments.restore(stops.reading(dispatches), started_at)
+        for turn in held:
+            if not turn.on_hold:  # it was assigned to the executor of its newest dispatch
+                self._put_on_hold(turn)
         for result in results:
             decisions += self.on_result(result, started_at)
+        decisions += stops.missing(self.liveness.executors.values(), self.fencing_tokens, started_at)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
             self.assignments.complete(turn)
             decisions += self._reissue(turn, "its executor restarted", started_at, fault=True)
@@ -285,7 +290,7 @@ class Router:
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
             turn.due = now + turn.patience_seconds
-            if not turn.worker and not turn.context_missing:
+            if not turn.worker and not turn.context_missing and not turn.on_hold:
                 self.queue.remove(turn)
                 self.queue.push(turn)
         return decisions
@@ -307,6 +312,37 @@ class Router:
         turn = Turn.from_request(*received, trajectory=trajectory, lengths=lengths, epoch=self.epoch, now=now)
         self.turns[request.trajectory_id] = turn
         return turn
+
+    def _stop(self, received: ReceivedRequest, now: float) -> list[Decision]:
+        """Drop a withdrawn turn, or put a turn on hold; return a dispatch for each execution that may run: it stops."""
+        request = received.request
+        turn = self.turns.get(request.trajectory_id)
+        if turn is None or turn.turn != request.turn or (request.hold and turn.on_hold):
+            return []
+        executors: Iterable[Executor] = self.liveness.executors.values()
+        if turn.worker and turn.next_attempt == 1:  # the usual case: no attempt was taken from another executor
+            executors = [self.liveness.executors[turn.worker]]
+        if request.withdrawn:
+            self._remove(turn, answered=False)
+            self.counters.withdrawn += 1
+        else:
+            self._put_on_hold(turn)
+        return list(stops_of(received, turn.next_attempt, executors, self.fencing_tokens, now))
+
+    def _put_on_hold(self, turn: Turn) -> None:
+        if turn.worker:
+            self.assignments.revoke(turn, charged=False)
+            turn.attempt = min(turn.next_attempt, ATTEMPT_LIMIT - 1)
+        else:
+            self.queue.remove(turn)
+        self.queue.hold(turn)
+
+    def _release(self, turn: Turn, received: ReceivedRequest, now: float) -> None:
+        """Queue a turn on hold, which is requested again."""
+        self.queue.remove(turn)
+        turn.replace_request(*received)
+        turn.queued_at, turn.due = now, now + turn.patience_seconds
+        self.queue.push(turn)
 
     def _attach_anchor(self, turn: Turn, received: ReceivedRequest, now: float) -> bool:
         """Replace the request of `turn` if the received request is an anchor for it; return whether it is."""
@@ -462,17 +498,8 @@ class Router:
         self.prefix_locations.on_turn_finished(turn.trajectory_id, turn.trajectory, turn.turn)
 
     def _fail_out_of_patience(self, turn: Turn, now: float) -> TurnResult:
-        """Fail a turn whose patience has passed; the reason says what the turn waited for."""
-        patience = f"{turn.patience_seconds:g} s"
-        if turn.worker:
-            return self._fail(
-                turn, f"{turn.worker}, which has the turn, did not list it as running for {patience}", now
-            )
-        if turn.seeded and self.placement.refuses_seeds:
-            return self._fail(turn, "no executor takes turns with a seed", now)
-        if turn.context_missing:
-            return self._fail(turn, f"its context cannot be read, and no anchor request came within {patience}", now)
-        return self._fail(turn, f"no executor has taken it up in {patience}", now)
+        """Fail a turn whose patience has passed."""
+        return self._fail(turn, turn.patience_reason(refuses_seeds=self.placement.refuses_seeds), now)
 
     def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
         self._remove(turn, answered=False)
@@ -491,7 +518,8 @@ class Router:
 
     def _sweep(self, now: float) -> list[Decision]:
         """Fail the turns that made no progress within their patience, and forget executors that are gone."""
-        old = [turn for turn in self.turns.values() if turn.queued_at + turn.patience_seconds <= now]
+        waiting = [turn for turn in self.turns.values() if not turn.on_hold]
+        old = [turn for turn in waiting if turn.queued_at + turn.patience_seconds <= now]
         late = [turn for turn in old if self.assignments.last_progress_at(turn) + turn.patience_seconds <= now]
         decisions: list[Decision] = [self._fail_out_of_patience(turn, now) for turn in late]
         for worker in self.liveness.forget_gone():

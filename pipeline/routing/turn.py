@@ -164,6 +164,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """Whether `request_bytes` lacks the appended tokens."""
     context_missing: bool = False
     """Whether the turn waits for its anchor because no executor can read its context back."""
+    on_hold: bool = False
+    """Whether the turn waits for another request because its group is deferred."""
 
     @classmethod
     def from_request(
@@ -222,6 +224,17 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     def partial_tokens(self) -> int:
         """Number of tokens that earlier attempts sampled."""
         return 0 if self.partial is None else count(self.partial.tokens)
+
+    def patience_reason(self, *, refuses_seeds: bool) -> str:
+        """What the turn waited for until its patience had passed. `refuses_seeds`: whether no executor takes seeds."""
+        patience = f"{self.patience_seconds:g} s"
+        if self.worker:
+            return f"{self.worker}, which has the turn, did not list it as running for {patience}"
+        if self.seeded and refuses_seeds:
+            return "no executor takes turns with a seed"
+        if self.context_missing:
+            return f"its context cannot be read, and no anchor request came within {patience}"
+        return f"no executor has taken it up in {patience}"
 
     def keep_partial(self, part: Part) -> None:
         """Keep a partial for the next attempt if it is valid, longer than the known partial, and not complete."""

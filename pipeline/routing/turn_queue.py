@@ -7,7 +7,8 @@ Keeps true
   small turns cannot starve a big turn.
 - A turn that no executor could run even if the executor were idle is skipped, and returns to the queue when the fleet
   has changed.
-- A turn whose context is missing waits for its anchor, apart from the order of urgency.
+- A turn whose context is missing waits for its anchor, and a turn on hold for another request, apart from the order of
+  urgency.
 - The queue holds no reference to a turn that has left.
 """
 
@@ -58,8 +59,8 @@ class TurnQueue:
     heap: list[QueueEntry] = field(default_factory=list)
     skipped: dict[int, QueueEntry] = field(default_factory=dict)
     """Heap entries of the skipped turns, by ticket."""
-    awaiting_anchor: set[int] = field(default_factory=set)
-    """Tickets of the turns that wait for their anchor."""
+    parked: set[int] = field(default_factory=set)
+    """Tickets of the turns that wait for another request: for their anchor, or because they are on hold."""
     tickets: int = 0
     """Number of tickets given out; the newest ticket."""
 
@@ -68,8 +69,8 @@ class TurnQueue:
 
     @property
     def waiting_for_room(self) -> int:
-        """Number of turns that wait for an executor, without the turns that wait for their anchor."""
-        return len(self.turns) - len(self.awaiting_anchor)
+        """Number of turns that wait for an executor, without the turns that wait for another request."""
+        return len(self.turns) - len(self.parked)
 
     def push(self, turn: Turn) -> None:
         """Add a turn."""
@@ -77,7 +78,7 @@ class TurnQueue:
         heapq.heappush(self.heap, (urgency(turn), turn.ticket))
 
     def first(self) -> Turn | None:
-        """The most urgent turn; None if no turn waits that is neither skipped nor waiting for its anchor."""
+        """The most urgent turn; None if no turn waits that is neither skipped nor waiting for another request."""
         while self.heap:
             turn = self.turns.get(self.heap[0][1])
             if turn is not None:
@@ -89,14 +90,20 @@ class TurnQueue:
         """Let a turn wait for its anchor. Call `remove` before the turn is pushed."""
         self._push_entry(turn)
         turn.context_missing = True
-        self.awaiting_anchor.add(turn.ticket)
+        self.parked.add(turn.ticket)
+
+    def hold(self, turn: Turn) -> None:
+        """Put a turn on hold. Call `remove` before the turn is pushed."""
+        self._push_entry(turn)
+        turn.on_hold = True
+        self.parked.add(turn.ticket)
 
     def remove(self, turn: Turn) -> None:
-        """Remove a queued turn, also if it is skipped or waits for its anchor."""
+        """Remove a queued turn, also if it is skipped or waits for another request."""
         del self.turns[turn.ticket]
         self.skipped.pop(turn.ticket, None)
-        self.awaiting_anchor.discard(turn.ticket)
-        turn.ticket, turn.context_missing = 0, False
+        self.parked.discard(turn.ticket)
+        turn.ticket, turn.context_missing, turn.on_hold = 0, False, False
 
     def skip_first(self) -> None:
         """Skip the first turn until `restore_skipped`. The heap must not be empty."""

@@ -132,6 +132,10 @@ class Executor:
             if answer.refusal is Refusal.ROOM and not self._was_offered(dispatch):
                 self.overfilled += 1
             self._send(refused_result(self._start, dispatch, answer.reason, answer.refusal, now=now))
+        if answer.action is InboxAction.STOP:
+            self._catch_up()
+            self._preempt("/".join(map(str, dispatch.key)), answer.reason)
+            self.on_work()
         if answer.action is not InboxAction.ACCEPT:
             return
         if self.gate.reason:

@@ -108,7 +108,9 @@ class Fleet:
             recorder=recorder,
         )
         plans_of = drawn_plans(scenario.tasks, scenario.seed) if plans is None else plans.__getitem__
-        self.rollout = Rollout(plans_of, self.events, self._from_environment, self._on_sample)
+        tasks = scenario.tasks
+        needed = tasks.group_size if plans is None and tasks.members_ratio > 1 else 0
+        self.rollout = Rollout(plans_of, self.events, self._from_environment, self._on_sample, needed=needed)
         groups = math.inf if plans is None else len(plans)
         self.trainer = Trainer(scenario, self.events, self.rollout, self._publish, groups, step_groups)
         self.cells = [Cell(number, self._router()) for number in range(scenario.cells)]

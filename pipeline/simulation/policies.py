@@ -67,7 +67,10 @@ class PolicyRouter:
     def on_event(self, event: Record | ReceivedRequest, now: float) -> list[TurnDispatch | TurnResult]:
         """Handle a request, result or heartbeat."""
         if isinstance(event, ReceivedRequest):
+            stops = self._stops(event.request.trajectory_id, now) if event.request.withdrawn else []
             self._close(event.request.trajectory_id)  # the answer to its last turn may be under way
+            if event.request.withdrawn:
+                return [*stops, *self._dispatch(now)]
             self.turns[event.request.trajectory_id] = OpenTurn(event)
             self.waiting.append(event.request.trajectory_id)
         elif isinstance(event, SlackHeartbeat):
@@ -153,11 +156,22 @@ class PolicyRouter:
     def _load(self, name: str) -> int:
         return len(self.executors[name].held)
 
+    def _stops(self, trajectory: str, now: float) -> list[TurnDispatch]:
+        """Return the dispatch that stops a withdrawn turn, if an executor holds the turn."""
+        turn = self.turns.get(trajectory)
+        if turn is None or not turn.worker:
+            return []
+        return [msgspec.structs.replace(self._dispatch_to(turn, turn.worker, now), withdrawn=True)]
+
     def _send(self, turn: OpenTurn, name: str, now: float) -> TurnDispatch:
         executor, request = self.executors[name], turn.received.request
         turn.worker = name
         executor.held[TurnKey(request.trajectory_id, request.turn, turn.attempt)] = turn.need
         executor.tokens += turn.need
+        return self._dispatch_to(turn, name, now)
+
+    def _dispatch_to(self, turn: OpenTurn, name: str, now: float) -> TurnDispatch:
+        executor, request = self.executors[name], turn.received.request
         return TurnDispatch(
             request_wire=msgspec.Raw(turn.received.request_bytes),
             home=request.home,

@@ -3,7 +3,8 @@
 Keeps true
 - A trajectory does what it did: the same observations, the same number of sampled tokens in each turn, the same times
   of its environment. What it waits for is simulated.
-- Groups with a trajectory that failed, or that is not whole on the log, are left out and counted.
+- Groups with a trajectory that failed, ended early or is not whole on the log are left out and counted: what the
+  trajectory would have done is not known.
 - What the simulation does not model is measured: the time of a record on the bus, the time that a training step takes
   and that a version takes to the engines, and the delay between a version and the first turn of a group that it made
   room for.
@@ -28,7 +29,7 @@ from rose.pipeline.simulation.trainer import StepFigures
 from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
 from rose.schemas.heartbeats import BUILDING_REASON, ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.record import Record
-from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
 from rose.workers.lender.recording import ROW_SECONDS, Row
 
@@ -348,7 +349,7 @@ def _trajectory(sample: Sample) -> _Trajectory:
         waited = max(0.0, next_at - turn.times.applied_at)  # the environment's step, and what its worker adds
         planned.append(PlannedTurn(turn.start - known, turn.end - turn.start, waited))
         known = turn.end
-    failed = bool(sample.failure) or not sample.turns
+    failed = bool(sample.failure) or not sample.turns or sample.ended in (Ending.SURPLUS, Ending.STALE)
     return _Trajectory(
         name=sample.trajectory_id,
         group_size=sample.group_size,

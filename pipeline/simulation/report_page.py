@@ -111,6 +111,7 @@ def simulated_audit(fleet: Fleet) -> Audit:
         stale=outcomes[Outcome.STALE],
         filtered=outcomes[Outcome.FILTERED],
         infra_failed=outcomes[Outcome.INFRA_FAILED],
+        surplus=outcomes[Outcome.SURPLUS],
         superseded=outcomes[Outcome.SUPERSEDED],
         in_flight=InFlight(not_opened=0, in_a_turn=live, waiting_for_trainer=waiting),
         lost=(),

@@ -3,10 +3,13 @@
 Keeps true
 - A trajectory does what its plan says, whenever its turns are answered.
 - A trajectory has one open turn at most, applies each turn once, and ends in one sample.
+- Once as many of a group as are needed have ended with a reward, the others end as surplus, and their turns are
+  withdrawn.
 
 Units: seconds, tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -81,6 +84,8 @@ class Trajectory:
     context_tokens: int
     """Tokens of the context of the present turn."""
     turn: int = 0
+    waits: bool = False
+    """Whether its turn is requested and not answered."""
     oldest_version: int | None = None
     sampled_tokens: int = 0
     device_seconds: dict[str, float] = field(default_factory=dict)
@@ -95,8 +100,13 @@ class Rollout:
         events: EventQueue,
         request: Callable[[ReceivedRequest], None],
         on_sample: Callable[[Sample], None],
+        *,
+        needed: int = 0,
     ) -> None:
-        """`request`: sends a turn request to the bus. `on_sample`: takes a finished trajectory."""
+        """`request`: sends a turn request to the bus. `on_sample`: takes a finished trajectory.
+
+        `needed`: trajectories of a group that must end with a reward; 0: all.
+        """
         self.opened = 0
         """Groups opened."""
         self.begun = 0
@@ -105,6 +115,9 @@ class Rollout:
         """Trajectories that have ended."""
         self.turns: list[TurnFigures] = []
         self.live: dict[str, Trajectory] = {}
+        self._needed = needed
+        self._rewarded: Counter[str] = Counter()
+        """Trajectories that have ended with a reward, by group."""
         self._plans = plans
         self._opened: dict[str, Sequence[TrajectoryPlan]] = {}
         """Plans of the trajectories of each opened group. A dispatch may come after its trajectory has ended."""
@@ -138,8 +151,9 @@ class Rollout:
         if trajectory is None or trajectory.turn != result.turn or result.outcome not in ENDS_TURN:
             return
         if result.outcome is TurnOutcome.FAILED:
-            self._end(trajectory, failure=result.reason)
+            self._end(trajectory.name, failure=result.reason)
             return
+        trajectory.waits = False
         sampled = count(result.tokens)
         version = min(span.version for span in result.spans)
         trajectory.oldest_version = (
@@ -152,7 +166,7 @@ class Rollout:
         trajectory.context_tokens += sampled
         trajectory.turn += 1
         if trajectory.turn == len(trajectory.plan.turns):
-            self._events.after(seconds, lambda: self._end(trajectory))
+            self._events.after(seconds, lambda: self._end(trajectory.name))
             return
         trajectory.context_tokens += trajectory.plan.turns[trajectory.turn].observed_tokens
         self._events.after(seconds, lambda: self._ask(trajectory.name))
@@ -183,9 +197,14 @@ class Rollout:
         )
 
     def _ask(self, name: str) -> None:
-        trajectory = self.live[name]
+        trajectory = self.live.get(name)
+        if trajectory is not None:
+            trajectory.waits = True
+            self._send(trajectory)
+
+    def _send(self, trajectory: Trajectory, *, withdrawn: bool = False) -> None:
         request = TurnRequest(
-            trajectory_id=name,
+            trajectory_id=trajectory.name,
             group_id=trajectory.group,
             home=0,
             environment=ENVIRONMENT,
@@ -197,12 +216,19 @@ class Rollout:
             sampling=_sampling(trajectory.plan.max_turn_tokens),
             requested_at=self._events.now,
             patience_seconds=PATIENCE_SECONDS,
+            withdrawn=withdrawn,
         )
         self._request(ReceivedRequest.from_record(request))
 
-    def _end(self, trajectory: Trajectory, failure: str = "") -> None:
-        del self.live[trajectory.name]
+    def _end(self, name: str, failure: str = "", *, surplus: bool = False) -> None:
+        trajectory = self.live.pop(name, None)
+        if trajectory is None:
+            return
         self.finished += 1
+        if trajectory.waits and surplus:
+            self._send(trajectory, withdrawn=True)
+        rewarded = not failure and not surplus
+        ended = Ending.DONE if rewarded else Ending.SURPLUS if surplus else Ending.FAILED
         times = SampleTurn(
             turn=0,
             attempt=0,
@@ -228,15 +254,19 @@ class Rollout:
                 logprobs=pack_tokens([0, 0]),
                 spans=() if version is None else (VersionSpan(1, 2, version),),
                 turns=(times,),
-                reward=None if failure else float(trajectory.plan.solved),
-                success=None if failure else trajectory.plan.solved,
+                reward=float(trajectory.plan.solved) if rewarded else None,
+                success=trajectory.plan.solved if rewarded else None,
                 failure=failure,
                 info={"tokens": trajectory.context_tokens, "sampled": trajectory.sampled_tokens},
                 device_seconds=trajectory.device_seconds,
                 completed_at=self._events.now,
-                ended=Ending.FAILED if failure else Ending.DONE,
+                ended=ended,
             )
         )
+        self._rewarded[trajectory.group] += rewarded
+        if rewarded and self._rewarded[trajectory.group] == self._needed:
+            for index in range(trajectory.group_size):
+                self._end(trajectory_id(trajectory.group, index), surplus=True)
 
 
 ENDS_TURN = (TurnOutcome.COMPLETED, TurnOutcome.FAILED)

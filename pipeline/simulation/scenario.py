@@ -159,6 +159,9 @@ class Tasks(TaskKind, frozen=True, kw_only=True):
     groups: Positive
     """Groups that one training step trains on."""
     group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 16
+    members_ratio: Annotated[float, Meta(ge=1, le=4)] = 1.0
+    """Trajectories with which a group is opened, relative to its size: the first to end are the group, the others are
+    surplus."""
     kinds: tuple[TaskKind, ...] = ()
     """Kinds of tasks, which take turns from group to group. A field that a kind does not name is that of `[tasks]`."""
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rose.pipeline.simulation.scenario import TaskKind, Tasks
 from rose.schemas.prompts import trajectory_id
+from rose.workers.environments.config import members_to_open
 
 
 class PlannedTurn(NamedTuple):
@@ -53,7 +54,7 @@ def _draw_group(tasks: Tasks, seed: int, number: int) -> list[TrajectoryPlan]:
     chance = _chance(kind, random.Random(f"{seed}/{group}"))
     return [
         _draw_trajectory(kind, chance, random.Random(f"{seed}/{trajectory_id(group, index)}"))
-        for index in range(tasks.group_size)
+        for index in range(members_to_open(tasks.group_size, tasks.members_ratio))
     ]
 
 

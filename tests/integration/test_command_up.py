@@ -93,6 +93,7 @@ def test_run_resumed_without_prompts_knows_its_requested_groups(settings: BusSet
     submit(settings, prompt("waits"))
     decide(settings, group_of(prompt("settled"), GroupState.SETTLED, 0))
     assert remaining_work(settings, [], tmp_path).trajectories == 2 * GROUP_SIZE
+    assert remaining_work(settings, [], tmp_path, members_ratio=2.0).trajectories == 3 * GROUP_SIZE
 
 
 @any_broker

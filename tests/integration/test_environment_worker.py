@@ -12,13 +12,14 @@ import msgspec
 import pytest
 from confluent_kafka import OFFSET_BEGINNING
 
+from rose.pipeline.audit import audit_log
 from rose.schemas import wire
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError
 from rose.schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt, PromptSampling
 from rose.schemas.record import Record
-from rose.schemas.samples import Sample
+from rose.schemas.samples import Ending, Sample
 from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
 from rose.schemas.wire import encode
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_TRANSACTIONAL_PREFIX, PROMPTS, home_partition
@@ -103,6 +104,69 @@ def test_kill_and_restart_of_a_worker_changes_no_trajectory(
     with worker_process(executors.settings, 0, {"model_folder": model, "max_live_environments": 3}):
         finish(executors)
     assert once(executors) == undisturbed
+
+
+@kafka_first
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3])
+def test_groups_end_without_their_slow_surplus_trajectories_over_kills(
+    executors: ScriptedExecutors, model: str, seed: int
+) -> None:
+    """One trajectory of each group never gets a result. The seed determines the times of the kills."""
+    draw = random.Random(seed)
+    launched = SIZE + SIZE // 2
+    executors.answers = lambda request: not request.trajectory_id.endswith(":1")
+    submit_all(executors)
+    config = {"model_folder": model, "window_groups": 5, "members_ratio": 1.5}
+    for _ in range(3):
+        until = executors.requested + draw.randint(1, 60)
+        with worker_process(executors.settings, 0, config) as worker:
+            executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
+            kill(worker)
+    with worker_process(executors.settings, 0, config):
+        finish(executors, GROUPS * launched)
+        executors.pump(0.5)
+        for number in range(GROUPS):
+            members = [executors.samples[f"g{number}:{index}"] for index in range(launched)]
+            assert [len(samples) for samples in members] == [1] * launched
+            (unanswered,) = members[1]
+            assert (unanswered.ended, unanswered.reward, unanswered.group_size) == (Ending.SURPLUS, None, launched)
+            assert sum(sample.reward is not None for (sample,) in members) == SIZE
+            assert any(name == unanswered.trajectory_id for name, _ in executors.withdrawn)
+        executors.pump_until(
+            lambda: {group.state for group in groups(executors.settings).values()} == {GroupState.SETTLED},
+            what="settled groups",
+        )
+    audit = audit_log(executors.settings)
+    assert audit.clean and audit.requested == GROUPS * launched
+    assert audit.trained == GROUPS * SIZE and audit.surplus == GROUPS * (launched - SIZE)
+
+
+@kafka_first
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [4])
+def test_deferred_groups_end_as_if_undisturbed_over_kills(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, seed: int
+) -> None:
+    """A third of the groups gets no result before it was deferred. The seed determines the times of the kills."""
+    draw = random.Random(seed)
+
+    def is_answered(request: TurnRequest) -> bool:
+        return int(request.group_id[1:]) % 3 != 0 or request.trajectory_id in executors.holds
+
+    executors.answers, executors.step_samples = is_answered, SIZE
+    submit_all(executors)
+    config = {"model_folder": model, "window_groups": 4, "groups_ratio": 1.5}
+    for _ in range(3):
+        until = executors.requested + draw.randint(1, 60)
+        with worker_process(executors.settings, 0, config) as worker:
+            executors.pump_until(lambda: executors.requested >= until, what=f"{until} requests")  # noqa: B023
+            kill(worker)
+    with worker_process(executors.settings, 0, config):
+        finish(executors)
+    assert once(executors) == undisturbed
+    assert {name.partition(":")[0] for name in executors.holds} >= {f"g{number}" for number in range(0, GROUPS, 3)}
+    assert audit_log(executors.settings).clean
 
 
 @pytest.mark.slow

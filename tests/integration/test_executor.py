@@ -213,6 +213,25 @@ def test_held_turns_are_listed_and_stale_or_invalid_dispatches_are_ignored(route
 
 
 @kafka_first
+def test_withdrawn_turn_returns_with_its_tokens_and_other_turns_run_on(router: Router) -> None:
+    router.publish(new_policy(0, tied=True), 0)
+    router.until(lambda: router.serves(0))
+    withdrawn = router.request("withdrawn", [3, 4, 5], max_tokens=240, stop_token_ids=())
+    other = router.dispatch("other", [3, 4, 5], max_tokens=240, stop=())
+    key = router.send(withdrawn)
+    router.until(lambda: router.lists(key))
+    router.send(withdrawn, withdrawn=True)
+    stopped = router.result("withdrawn")
+    assert stopped.outcome is TurnOutcome.PREEMPTED and len(unpack_tokens(stopped.tokens)) < 240
+    assert stopped.reason == "its trajectory has ended"
+    assert router.result(other.trajectory_id).outcome is TurnOutcome.COMPLETED
+    router.until(lambda: not router.heartbeats[-1].holds)
+    router.send(withdrawn, withdrawn=True)
+    assert router.result(router.dispatch("after", [3, 4, 5]).trajectory_id).outcome is TurnOutcome.COMPLETED
+    assert sum(result.trajectory_id == "withdrawn" for result in router.results) == 1
+
+
+@kafka_first
 def test_executor_continues_after_a_freeze_and_a_broker_outage(
     own_broker: Broker, broker_kind: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:

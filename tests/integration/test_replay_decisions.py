@@ -87,6 +87,30 @@ def test_decisions_of_a_killed_and_a_restarted_router_are_repeated(bus: RouterHa
     assert found[0].compared > 5 and found[1].compared > 12
 
 
+def test_stops_are_written_once_over_kills_of_the_router_and_repeated(bus: RouterHarness) -> None:
+    with router_process(bus.settings) as first:
+        for worker in range(3):
+            bus.beat(worker, token_budget=2000, max_turns=5)
+        for number in range(6):
+            bus.ask(f"g{number}:0", home=number % 2)
+        bus.until_dispatched(6)
+        bus.withdraw("g0:0", home=0)
+        bus.until(lambda: len(bus.stops) == 1)
+        bus.go_on(2.5)  # the journal is written
+        kill(first)
+    bus.withdraw("g1:0", home=1)
+    for restart in range(3):
+        with router_process(bus.settings) as router:
+            bus.until(lambda: len(bus.stops) >= 2)
+            bus.ask(f"late{restart}:0")
+            bus.until_dispatched(7 + restart)
+            bus.go_on(1.5)
+            stop(router) if restart == 2 else kill(router)
+    assert [each.request.trajectory_id for each in bus.stops] == ["g0:0", "g1:0"]
+    found = replays(bus.settings)
+    assert [(replay.differences, replay.gap) for replay in found] == [([], "")] * 4
+
+
 def grants(settings: BusSettings) -> list[CapacityGrant]:
     found = (each.record for each in read_whole_topics(settings, [GRANTS]))
     return [grant for grant in found if isinstance(grant, CapacityGrant)]

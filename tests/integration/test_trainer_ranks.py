@@ -282,17 +282,17 @@ def test_checkpoint_of_ranks_has_the_weights_that_they_published(
     assert all(state["exp_avg_sq"].abs().sum() > 0 for state in learner.optimizer.state.values())
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 def test_group_that_fails_on_one_rank_is_settled_as_failed_and_training_continues(
-    settings: BusSettings, policy_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, streamed: bool
 ) -> None:
     first = min((one for one in make_samples() if one.group_id == "g04"), key=lambda one: one.trajectory_id)
     tokens = memoryview(first.tokens).cast("I")
     code = RAISING.replace("{length}", str(len(tokens))).replace("{token}", str(tokens[2]))
     (tmp_path / "raises_on_seven.py").write_text(code)
     run_folder = tmp_path / "run"
-    ended = train_on_ranks(
-        settings, policy_folder, run_folder, 2, algorithm="raises_on_seven:Own", import_paths=(tmp_path,)
-    )
+    own: dict[str, Any] = {"algorithm": "raises_on_seven:Own", "import_paths": (tmp_path,)}
+    ended = train_on_ranks(settings, policy_folder, run_folder, 2, stream_gradients=streamed, **own)
     assert ended == [0, 0]
     failed = {name for name, outcome, _ in result_of(settings).outcomes if outcome is Outcome.INFRA_FAILED}
     assert failed == {f"g04:{index}" for index in range(GROUP_SIZE)} | {"g05:0"}

@@ -142,6 +142,7 @@ class Router:
         claim: int = 0,
         attempt: int = 0,
         partial: Part | None = None,
+        withdrawn: bool = False,
     ) -> TurnKey:
         wire = encode(request)
         record = TurnDispatch(
@@ -157,6 +158,7 @@ class Router:
             dispatched_at=time.time(),
             cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
             partial=partial,
+            withdrawn=withdrawn,
         )
         self.writer.write(DISPATCHED, record, key=request.trajectory_id, partition=SLOT)
         self.writer.flush()

@@ -52,6 +52,8 @@ class RouterHarness:
         """All dispatches that executors accept as valid, in the order in which they were read."""
         self.zombies: list[TurnDispatch] = []
         """Dispatches with an outdated fencing token."""
+        self.stops: list[TurnDispatch] = []
+        """Stops of withdrawn turns. The executors keep the turns until the test answers them."""
         self.fleet = Fleet()
         self.most_held = 0
         """Largest number of turns that one executor held at once."""
@@ -67,6 +69,10 @@ class RouterHarness:
         turn_request = request(trajectory, turn, home=home, **request_fields)
         self.requested += 1
         self.write(REQUESTED, turn_request, trajectory, home)
+
+    def withdraw(self, trajectory: str, turn: int = 0, home: int = 1) -> None:
+        self.ask(trajectory, turn, home, context=0, anchors=True, withdrawn=True)
+        self.requested -= 1
 
     def beat(self, worker: int, **fields: object) -> None:
         """Send a heartbeat, and repeat it during every later wait."""
@@ -99,6 +105,8 @@ class RouterHarness:
                 self.fleet.claims[item.partition] = max(newest, item.offset)
             elif item.record.claim < newest:
                 self.zombies.append(item.record)
+            elif item.record.withdrawn:
+                self.stops.append(item.record)
             else:
                 self.fleet.claims[item.partition] = item.record.claim
                 self.inboxes.append(item.record)

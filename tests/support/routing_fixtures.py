@@ -176,7 +176,11 @@ class RoutingSimulation:
     generated: dict[tuple[str, int], int] = field(default_factory=dict)
     """Largest number of tokens per turn in a PREEMPTED result that the router has read."""
     unread: list[TurnDispatch] = field(default_factory=list)
-    """Partial results of stopped executors that are on the log and not yet read by the router."""
+    """Partial results of stopped executors and turns that are on the log and not yet read by the router."""
+    withdrawn: set[str] = field(default_factory=set)
+    """Trajectories that have ended while a turn was requested."""
+    held_back: set[str] = field(default_factory=set)
+    """Trajectories whose turn is on hold."""
     ended: int = 0
     history: list[tuple[float, Record | None]] = field(default_factory=list)
     """Events in order; None is a tick."""
@@ -209,6 +213,7 @@ class RoutingSimulation:
         return decisions
 
     def ask(self, requested: TurnRequest) -> None:
+        self.held_back.discard(requested.trajectory_id)
         before = self.requested.get(requested.trajectory_id)
         if before is not None and self.done.get(requested.trajectory_id, -1) < before[0].turn:
             self._settle(requested.trajectory_id, before[0].turn)
@@ -266,6 +271,30 @@ class RoutingSimulation:
             self._settle(requested.trajectory_id, requested.turn)
         self.feed(result(dispatch))
 
+    def withdraw(self, trajectory: str) -> None:
+        """End a trajectory whose turn is requested."""
+        asked, _ = self.requested[trajectory]
+        if trajectory not in self.withdrawn and self.done.get(trajectory, -1) < asked.turn:
+            self.withdrawn.add(trajectory)
+            self._settle(trajectory, asked.turn)
+            self.feed(request(trajectory, asked.turn, context=0, anchors=True, withdrawn=True))
+
+    def hold(self, trajectory: str) -> None:
+        """Put the requested turn of a trajectory on hold."""
+        asked, _ = self.requested[trajectory]
+        if trajectory not in self.withdrawn and self.done.get(trajectory, -1) < asked.turn:
+            self.held_back.add(trajectory)
+            self.feed(request(trajectory, asked.turn, context=0, anchors=True, hold=True))
+
+    def resume(self, trajectory: str) -> None:
+        """Request the turn on hold again."""
+        self.held_back.discard(trajectory)
+        asked, _ = self.requested[trajectory]
+        if trajectory not in self.withdrawn and self.done.get(trajectory, -1) < asked.turn:
+            whole = context_fields(bytes(4 * asked.context_tokens))
+            self.requested[trajectory] = msgspec.structs.replace(asked, **whole), self.now
+            self.feed(self.requested[trajectory][0])
+
     def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome, refusal: Refusal | None = None) -> None:
         self.executors[dispatch.worker].held.pop(dispatch.key, None)
         if outcome is TurnOutcome.REFUSED and refusal is Refusal.ENGINE:
@@ -278,7 +307,7 @@ class RoutingSimulation:
         """Send the anchor of a turn whose chain could not be read, once."""
         for requested, at in list(self.requested.values()):
             name, place = requested.trajectory_id, (requested.trajectory_id, requested.turn)
-            if place in self.torn and self.done.get(name, -1) < requested.turn:
+            if place in self.torn and self.done.get(name, -1) < requested.turn and name not in self.held_back:
                 whole = context_fields(bytes(4 * requested.context_tokens))
                 self.requested[name] = msgspec.structs.replace(requested, **whole), at
                 self.feed(self.requested[name][0])
@@ -304,7 +333,8 @@ class RoutingSimulation:
             self._note(decision)
         self.decisions += decisions
         self.log += decisions
-        self.ended = self.router.counters.finished + self.router.counters.failed
+        counters = self.router.counters
+        self.ended = counters.finished + counters.failed + counters.withdrawn
         self.history.clear()  # a replay would also have to restore
         self._check_books()
 
@@ -341,6 +371,13 @@ class RoutingSimulation:
             self._note_failure(decision)
             return
         requested = decision.request
+        if decision.withdrawn:
+            assert requested.trajectory_id in self.withdrawn | self.held_back and decision.key in self.sent
+            stopped = self.executors[decision.worker].held.pop(decision.key, None)
+            self.unread += [] if stopped is None else [stopped]
+            return
+        assert requested.trajectory_id not in self.withdrawn, "a withdrawn turn was dispatched"
+        assert requested.trajectory_id not in self.held_back, "a turn on hold was dispatched"
         assert decision.key not in self.sent, "an attempt was numbered twice"
         self.sent[decision.key] = decision
         assert decision.failures < CONFIG.max_attempts
@@ -376,8 +413,9 @@ class RoutingSimulation:
 
     def _check_books(self) -> None:
         counters, router = self.router.counters, self.router
-        assert counters.requested == counters.finished + counters.failed + router.outstanding + len(router.queue)
-        assert counters.finished + counters.failed == self.ended
+        ended = counters.finished + counters.failed + counters.withdrawn
+        assert counters.requested == ended + router.outstanding + len(router.queue)
+        assert ended == self.ended
         waiting = router.queue
         assert list(waiting.turns.values()) == sorted(
             (turn for turn in router.turns.values() if not turn.worker), key=lambda turn: turn.ticket
@@ -398,6 +436,7 @@ class RoutingSimulation:
     def _check_nobody_waits_for_nothing(self) -> None:
         """Assert that the first waiting turn that an open executor could run finds no room."""
         waiting = [turn for turn in self.router.turns.values() if not turn.worker and not turn.context_missing]
+        waiting = [turn for turn in waiting if not turn.on_hold]
         for turn in sorted(waiting, key=urgency):
             need = turn.room_tokens
             able = [

@@ -39,6 +39,9 @@ STEPS = st.one_of(
     st.tuples(st.just("complete"), st.integers(0, 20)),
     st.tuples(st.just("reject"), st.integers(0, 20), REJECTIONS),
     st.tuples(st.just("echo"), st.integers(0, 200), st.booleans()),
+    st.tuples(st.just("withdraw"), TRAJECTORIES),
+    st.tuples(st.just("hold"), TRAJECTORIES),
+    st.tuples(st.just("resume"), TRAJECTORIES),
     st.tuples(st.just("mend")),
     st.tuples(st.just("lose")),
     st.tuples(st.just("publish")),
@@ -53,6 +56,7 @@ def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
             ask_next(simulation, trajectory, context=context, max_tokens=most, patience_seconds=patience)
         case "ask_again", str(trajectory):
             if trajectory in simulation.requested:
+                simulation.held_back.discard(trajectory)
                 simulation.feed(simulation.requested[trajectory][0])
         case "overtake", int(which):
             if simulation.running:  # a result and the request that follows it are in two partitions
@@ -95,6 +99,15 @@ def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
                 simulation.complete(sent[which % len(sent)])
             elif sent:
                 simulation.reject(sent[which % len(sent)], TurnOutcome.PREEMPTED)
+        case "withdraw", str(trajectory):
+            if trajectory in simulation.requested:
+                simulation.withdraw(trajectory)
+        case "hold", str(trajectory):
+            if trajectory in simulation.requested:
+                simulation.hold(trajectory)
+        case "resume", str(trajectory):
+            if trajectory in simulation.held_back:
+                simulation.resume(trajectory)
         case ("mend",):
             simulation.mend()
         case ("lose",):
@@ -107,7 +120,7 @@ def step(simulation: RoutingSimulation, what: str, *values: object) -> None:
 
 def ask_next(simulation: RoutingSimulation, trajectory: str, **fields: object) -> None:
     turn = simulation.requested[trajectory][0].turn + 1 if trajectory in simulation.requested else 0
-    if turn == simulation.done.get(trajectory, -1) + 1:
+    if turn == simulation.done.get(trajectory, -1) + 1 and trajectory not in simulation.withdrawn:
         simulation.ask(request(trajectory, turn, **fields))  # type: ignore[arg-type]
 
 
@@ -121,6 +134,8 @@ def settle(simulation: RoutingSimulation) -> None:
     """Keep the fleet healthy until every turn has ended."""
     simulation.loses = False
     simulation.read_on()
+    for trajectory in sorted(simulation.held_back):
+        simulation.resume(trajectory)
     for _ in range(200):
         step(simulation, "beats_of", {0, 1, 2}, 1)
         simulation.mend()

@@ -62,7 +62,12 @@ def worker_process(
 ) -> Iterator[ForkedProcess]:
     """Run an environment worker in its own process. A worker that still runs at the end is stopped."""
     own = {f"environment.{name}": value for name, value in config.items() if name != "model_folder"}
-    settings_values = {"model.folder": config["model_folder"], "trainer.groups_per_step": 1, **own}
+    settings_values = {
+        "model.folder": config["model_folder"],
+        "trainer.groups_per_step": 1,
+        "trainer.max_staleness": 9,
+        **own,
+    }
     with role_process("environment", settings, number, settings_values, log=log) as worker:
         yield worker
         stop(worker)
@@ -94,6 +99,13 @@ class ScriptedExecutors:
         self.requested = 0
         """Number of read requests, duplicates included."""
         self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.withdrawn: set[tuple[str, int]] = set()
+        """Turns whose requests were withdrawn."""
+        self.holds: set[str] = set()
+        """Trajectories that were put on hold."""
+        self.settled = 0
+        """Number of samples that were settled; every `step_samples` of them are a step."""
+        self.step_samples = 16
         self.settles = True
         """Whether samples get their outcome."""
         self.answers: Callable[[TurnRequest], bool] = lambda _request: True
@@ -134,14 +146,19 @@ class ScriptedExecutors:
         return assemble_context(request, self._links[request.home])
 
     def settle(self, sample: Sample) -> None:
-        settle(self._writer, sample)
+        self.settled += 1
+        settle(self._writer, sample, step=1 + self.settled // self.step_samples)
 
     def close(self) -> None:
         self._reader.close()
 
     def _take(self, envelope: Envelope) -> None:
         record = envelope.record
-        if isinstance(record, TurnRequest):
+        if isinstance(record, TurnRequest) and record.withdrawn:
+            self.withdrawn.add((record.trajectory_id, record.turn))
+        elif isinstance(record, TurnRequest) and record.hold:
+            self.holds.add(record.trajectory_id)
+        elif isinstance(record, TurnRequest):
             self.requested += 1
             self._links[envelope.partition][envelope.offset] = record
             self.requests[record.trajectory_id, record.turn] = record

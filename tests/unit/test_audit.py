@@ -180,6 +180,7 @@ def test_audit_terms_have_the_names_of_the_summary() -> None:
         "stale": 0,
         "filtered": 0,
         "infra_failed": 1,
+        "surplus": 0,
         "superseded": 0,
         "in_flight": 3,
     }

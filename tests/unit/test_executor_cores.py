@@ -63,6 +63,17 @@ def test_turn_is_accepted_once_and_its_next_attempt_is_another_turn() -> None:
     assert box.on_dispatch(dispatch(attempt=1), 0, offset=10).action is InboxAction.ACCEPT
 
 
+def test_withdrawn_turn_is_stopped_if_it_is_held_and_otherwise_dropped() -> None:
+    box = inbox()
+    stop = msgspec.structs.replace(dispatch(), withdrawn=True)
+    assert box.on_dispatch(stop, 0, offset=10).reason == "withdrawn"
+    box.on_dispatch(dispatch(), 0, offset=11)
+    assert box.on_dispatch(stop, 0, offset=12).action is InboxAction.STOP
+    assert len(box) == 1, "the turn is held until it is answered"
+    box.release(stop.key)
+    assert box.on_dispatch(stop, 0, offset=13).action is InboxAction.DROP
+
+
 def test_nothing_runs_before_a_version_is_proven() -> None:
     answer = inbox().on_dispatch(dispatch(), -1, offset=10)
     assert (answer.action, answer.refusal) == (InboxAction.REFUSE, Refusal.VERSION)

@@ -155,7 +155,7 @@ class FuzzedCores:
         for decision in [*decisions, *self.router.tick(self.now)]:
             encode(decision)
         router, counters = self.router, self.router.counters
-        ended_or_not = counters.finished + counters.failed + router.outstanding + len(router.queue)
+        ended_or_not = counters.finished + counters.failed + counters.withdrawn + router.outstanding + len(router.queue)
         assert counters.requested == ended_or_not
 
     def elasticity(self) -> None:

@@ -178,6 +178,17 @@ def test_groups_are_returned_in_order_of_completion() -> None:
     assert assembly.take(2) == ()
 
 
+def test_groups_that_are_looked_at_are_still_taken() -> None:
+    assembly = new_assembly()
+    for group in ("a", "b", "c"):
+        offer(assembly, sample(group, 0, size=1))
+    assert [group.group_id for group in assembly.peek(2)] == ["a", "b"]
+    assert [group.group_id for group in assembly.peek(2, after=1)] == ["b"]
+    assert assembly.peek(2, after=2) == ()
+    assert assembly.peek(2) == assembly.take(2)
+    assert [group.group_id for group in assembly.peek(2)] == ["c"]
+
+
 @pytest.mark.parametrize("again", ["held", "taken", "settled"])
 def test_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
     assembly = new_assembly()

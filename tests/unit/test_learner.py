@@ -3,10 +3,10 @@
 import pytest
 
 from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.engine_check import EngineMismatch
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.selection import SelectedGroup, SelectionRules, select_groups
-from rose.workers.trainer.step import EngineMismatch
 from tests.support.trainer_fixtures import FILTERED_GROUP, group_name, make_policy, make_samples
 
 

@@ -16,8 +16,8 @@ from rose.pipeline.observability.__main__ import FOLDER, generated_files
 from rose.pipeline.observability.dashboards import DASHBOARDS
 from rose.pipeline.observability.grafana import UnknownMetric, filter_by_job, names_in
 from rose.pipeline.observability.reference import SOURCES, UNITS, Metric, metrics, servers
+from rose.pipeline.routing.counters import Counters
 from rose.pipeline.routing.metrics import COUNTS
-from rose.pipeline.routing.router import Counters
 from rose.workers.executor.metrics import HELD_BACK
 from rose.workers.lender.admission import HoldReason
 

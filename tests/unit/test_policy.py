@@ -23,11 +23,12 @@ from rose.workers.environments.calculator import Calculator
 from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.trainer.algorithms import TrainingSample, make_algorithm
 from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.engine_check import EngineMismatch, check_engines
 from rose.workers.trainer.logprobs import pad_rows, padded_batches, token_logprobs
 from rose.workers.trainer.optimizer import make_optimizer
 from rose.workers.trainer.packing import pack_passes
 from rose.workers.trainer.policy import load_policy
-from rose.workers.trainer.step import EngineMismatch, check_engines, dry_run_group, dry_run_policy, train_step
+from rose.workers.trainer.step import dry_run_group, dry_run_policy, train_step
 from rose.workers.weights.model_folder import FolderError
 from tests.support.model_families import tiny_policy
 

@@ -15,7 +15,7 @@ from rose.schemas.progress import Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import Prompt
 from rose.schemas.record import Record
 from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleOutcome
-from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
+from rose.schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes, context_fields
 from rose.schemas.wire import encode
 from rose.topics.settings import BusSettings
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
@@ -106,6 +106,36 @@ def test_replay_shows_the_end_of_a_trajectory(ended: Ending, words: str) -> None
     assert why.startswith(f"is finished with reward 1{f' ({cut})' if cut else ''} and waits")
     settled = why_trajectory(group(), facts(sample, OUTCOME, live=False))
     assert settled.endswith(f"at step 5{f' ({cut})' if cut else ''}")
+
+
+def test_withdrawn_turn_keeps_its_request_and_begins_no_other_life() -> None:
+    first = replace(REQUEST, turn=0, requested_at=1.5)
+    withdrawal = replace(first, withdrawn=True, requested_at=9.0, **context_fields(b""))
+    sent = replace(DISPATCH, request_wire=msgspec.Raw(encode(first)), attempt=0)
+    stop = replace(sent, request_wire=msgspec.Raw(encode(withdrawal)), withdrawn=True)
+    sample = replace(SAMPLE, turns=(), reward=None, ended=Ending.SURPLUS)
+    history = fold_trajectory(NAME, found(PROMPT, first, withdrawal, sent, stop, sample))
+    [episode] = history.episodes
+    assert (episode.turns[0].request, episode.turns[0].later) == (first, [withdrawal])
+    assert episode.turns[0].attempts[0].dispatches == [sent, stop] and episode.samples == [sample]
+    text = "\n".join(describe_trajectory(history))
+    for words in ("asked      00:00:01.500", "withdrawn  00:00:09.000", "stop       of attempt 0", "ended early"):
+        assert words in text
+    assert text.count("because") == 1
+
+
+def test_turn_that_was_on_hold_is_one_turn_of_one_life() -> None:
+    first = replace(REQUEST, turn=0, requested_at=1.5)
+    hold = replace(first, hold=True, requested_at=9.0, **context_fields(b""))
+    again = replace(first, requested_at=20.0)
+    sent = [
+        replace(DISPATCH, request_wire=msgspec.Raw(encode(each)), attempt=n) for n, each in enumerate((first, again))
+    ]
+    [episode] = fold_trajectory(NAME, found(PROMPT, first, hold, again, *sent)).episodes
+    assert (episode.turns[0].request, episode.turns[0].later) == (first, [hold, again])
+    assert episode.turns[0].attempts[1].dispatches == [sent[1]]
+    text = "\n".join(describe_trajectory(fold_trajectory(NAME, found(PROMPT, first, hold, again))))
+    assert "on hold    00:00:09.000" in text and "asked      00:00:20.000 again" in text
 
 
 def test_replay_of_a_prompt_without_trajectories_is_shown() -> None:

@@ -20,10 +20,12 @@ from rose.workers.trainer.selection import (
     SelectedGroup,
     SelectionRules,
     mark_failed,
+    oldest_fresh_version,
     outcomes_of,
     sample_error,
     select_samples,
     staleness,
+    steps_between,
     still_relevant,
 )
 from tests.support.sample_fixtures import sample, turns_of
@@ -223,3 +225,25 @@ def test_sample_too_large_or_without_probability_is_settled_before_the_step(
     group = judged(one, sample(index=1, reward=1.0), sample(index=2, reward=0.0))
     assert outcomes(group) == [outcome, Outcome.TRAINED, Outcome.TRAINED]
     assert reason in group.decisions[0].reason
+
+
+def test_surplus_and_stale_endings_have_outcomes_of_their_own() -> None:
+    group = judged(
+        sample(index=0, reward=1.0),
+        sample(index=1, reward=0.0),
+        sample(index=2, reward=None, ended=Ending.SURPLUS),
+        sample(index=3, reward=None, ended=Ending.STALE),
+    )
+    assert outcomes(group) == [Outcome.TRAINED, Outcome.TRAINED, Outcome.SURPLUS, Outcome.STALE]
+
+
+@given(st.integers(0, 40), st.integers(0, 9), st.lists(st.integers(1, 40), max_size=6, unique=True))
+def test_oldest_fresh_version_is_the_oldest_within_the_bound(version: int, bound: int, edges: list[int]) -> None:
+    ordered = sorted(edge for edge in edges if edge < version)
+    abandoned = [
+        (first, last)
+        for first, last, after in zip(ordered[::2], ordered[1::2], [*ordered[2::2], version], strict=False)
+        if last + 1 < after
+    ]
+    fresh = [since for since in range(version + 1) if steps_between(since, version, abandoned) <= bound]
+    assert oldest_fresh_version(version, abandoned, max_staleness=bound) == min(fresh)

@@ -10,6 +10,7 @@ from rose.pipeline.routing.router import Router
 from rose.pipeline.simulation.fleet import Fleet
 from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.samples import Outcome
 from tests.support.simulation_fixtures import PROFILE, scenario
 
 LENDING: dict[str, Any] = {
@@ -146,12 +147,23 @@ def test_device_seconds_of_all_turns_are_the_busy_seconds_of_the_engines() -> No
         {"training": {"algorithm": "dapo"}, "tasks": {"groups": 4, "hardness": 0.5}},
         {"training": {"mode": "asynchronous", "max_staleness": 3}},
         {"cells": 3},
+        {"tasks": {"groups": 4, "members_ratio": 1.5}},
+        {"tasks": {"groups": 4, "members_ratio": 1.5}, "routing": {"policy": "least_load"}},
         {"lending": {**LENDING["lending"], "dial": 1.0}},
     ],
 )
 def test_way_of_running_loses_no_trajectory(changes: dict[str, Any]) -> None:
     fleet = run(**{**LENDING, **changes})
     assert len(fleet.trainer.figures.steps) == 2
+
+
+def test_surplus_trajectories_end_early_and_leave_no_turn_behind() -> None:
+    fleet = run(**{**LENDING, "tasks": {"groups": 4, "group_size": 4, "members_ratio": 1.5}})
+    outcomes = fleet.trainer.figures.outcomes
+    assert outcomes[Outcome.SURPLUS] == outcomes.total() // 3
+    assert outcomes[Outcome.TRAINED] + outcomes[Outcome.FILTERED] == 2 * outcomes[Outcome.SURPLUS]
+    withdrawn = sum(cell.router.counters.withdrawn for cell in fleet.cells if isinstance(cell.router, Router))
+    assert 0 < withdrawn <= outcomes[Outcome.SURPLUS]
 
 
 def test_moved_engines_are_held_only_while_they_run_rollouts() -> None:

@@ -158,3 +158,10 @@ def test_process_without_traces_imports_no_tracing_library() -> None:
     found = "import sys, rose.pipeline.cli.roles, rose.topics.writer; print('opentelemetry' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
+
+
+def test_withdrawal_of_a_turn_has_no_span_under_the_id_of_its_request() -> None:
+    request = example(TurnRequest)
+    assert span_of(request) == span_of(msgspec.structs.replace(request, withdrawn=True))
+    assert not list(spans_of_written(msgspec.structs.replace(request, withdrawn=True), TOPIC, 5.0))
+    assert not list(spans_of_written(example(TurnDispatch, withdrawn=True), TOPIC, 5.0))

@@ -13,7 +13,7 @@ from rose.schemas.arrays import count, pack_tokens, unpack_logprobs
 from rose.schemas.limits import MAX_CHAIN
 from rose.schemas.progress import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from rose.schemas.prompts import PromptSampling
-from rose.schemas.samples import Sample
+from rose.schemas.samples import Ending, Sample
 from rose.schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult, assemble_context, context_fields
 from rose.schemas.wire import decode, encode
 from rose.workers.environments.home import Home, OffsetTracker
@@ -24,7 +24,7 @@ from rose.workers.environments.transitions import (
     OutgoingRecords,
     StepResult,
     advance,
-    fail_at_result,
+    end_at_result,
     fail_trajectory,
     first_request,
     request_again,
@@ -95,8 +95,15 @@ class HomeRun:
         trajectory = self.trajectories[trajectory_id]
         self.now += 1.0
         if step is None:
-            written = fail_at_result(
-                trajectory, result, "it broke", offset=offset, rules=RULES, applied_at=self.now, now=self.now
+            written = end_at_result(
+                trajectory,
+                result,
+                Ending.FAILED,
+                "it broke",
+                offset=offset,
+                rules=RULES,
+                applied_at=self.now,
+                now=self.now,
             )
         else:
             written = advance(

@@ -24,7 +24,7 @@ from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Wor
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
-from rose.schemas.samples import Sample, SampleOutcome, SampleTurn
+from rose.schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
 from rose.workers.lender.admission import Promise
 from tests.support.simulation_fixtures import scenario
@@ -257,6 +257,17 @@ def test_executors_that_differ_in_memory_alone_are_one_kind(tmp_path: Path) -> N
     (pool,), (fitted,) = found.scenario.dedicated, found.engines.values()
     assert (pool.count, found.left_out_executors) == (2, 0)
     assert fitted.rows > 200, "all engines of one device are fitted together"
+
+
+@pytest.mark.parametrize("ended", [Ending.SURPLUS, Ending.STALE])
+def test_group_with_a_trajectory_that_ended_early_is_left_out(ended: Ending) -> None:
+    cut = next(record for record in recorded_run() if isinstance(record, Sample))
+    early = msgspec.structs.replace(cut, reward=None, ended=ended, completed_at=cut.completed_at + 60.0)
+    recorded = RecordedRun(0.0, float("inf"))
+    for record in recorded_run():
+        recorded.add(early if record is cut else record)
+    groups, left_out = recorded.groups()
+    assert left_out == 1 and cut.group_id not in groups
 
 
 def test_group_that_is_not_whole_on_the_log_is_left_out(tmp_path: Path) -> None:

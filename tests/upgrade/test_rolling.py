@@ -105,7 +105,7 @@ def requests_passed_unharmed(settings: BusSettings) -> None:
     sent: Counter[tuple[bool, bool]] = Counter()
     dispatches = []
     for found in read_all(settings, [settings.topic(REQUESTED), settings.topic(DISPATCHED)]):
-        if found.value is None:
+        if found.value is None or found.record.get("withdrawn"):
             continue
         if found.topic == settings.topic(REQUESTED):
             requested[found.record["trajectory_id"], found.record["turn"]] = found.record

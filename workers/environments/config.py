@@ -1,9 +1,10 @@
 """Settings of an environment worker."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.schemas.limits import MAX_CONTEXT_TOKENS
+from rose.schemas.limits import MAX_CONTEXT_TOKENS, MAX_DEFERRALS, MAX_GROUP_SIZE
 from rose.schemas.prompts import MIN_TEMPERATURE
 
 ISOLATIONS = ("auto", "process", "thread")
@@ -13,6 +14,17 @@ LEAST_MEMORY = 2**29
 
 LONGEST_SECONDS = 7 * 86_400.0
 """Upper bound of `step_timeout_seconds` and `turn_patience_seconds`."""
+
+
+def members_to_open(group_size: int, ratio: float) -> int:
+    """Return the number of trajectories with which a group is opened. `ratio`: see `members_ratio`."""
+    exact = round(group_size * ratio, 6)  # 50 * 1.1 is 55.00000000000001
+    return min(MAX_GROUP_SIZE, math.ceil(exact))
+
+
+def deferred_versions(groups_ratio: float) -> int:
+    """Return by how many versions a deferred group is old when its round comes: one for each short round before it."""
+    return 0 if groups_ratio <= 1 else math.ceil(1 / (groups_ratio - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +49,19 @@ class EnvironmentConfig:
     `executor.max_model_len`."""
     window_groups: int = 16
     """Groups that may be open and unsettled at once; at least `trainer.groups_per_step`. This limits staleness."""
+    members_ratio: float = 1.0
+    """Trajectories with which a group is opened, relative to the size that its prompt asks for. Once as many as asked
+    for have ended with a reward, the others are ended, with the outcome `surplus`: a slow or failing environment then
+    delays no group, but short trajectories are preferred."""
+    groups_ratio: float = 1.0
+    """Groups that a short round opens, relative to `window_groups`. Above 1, the groups that have not ended when a step
+    of the trainer is done are deferred: their turns are on hold until a round that runs them together (tail
+    batching)."""
+    max_deferrals: int = 1
+    """How often a group may be deferred."""
+    trajectory_deadline_seconds: float = 0.0
+    """Longest time from the opening of a group to the end of its trajectories; 0 for no limit. A trajectory that takes
+    longer fails (no reward)."""
     max_live_environments: int = 256
     """Environments of one kind that are held at once. Above this number the longest unused are closed, and restored
     later."""
@@ -72,6 +97,14 @@ class EnvironmentConfig:
             <= self.max_context_tokens
             <= MAX_CONTEXT_TOKENS,
             "window_groups must be from 1 to 1000000": 1 <= self.window_groups <= 1_000_000,
+            "members_ratio must be from 1 to 4": 1 <= self.members_ratio <= 4,
+            "groups_ratio must be from 1 to 4": 1 <= self.groups_ratio <= 4,
+            f"max_deferrals must be from 1 to {MAX_DEFERRALS}": 1 <= self.max_deferrals <= MAX_DEFERRALS,
+            "trajectory_deadline_seconds must be 0 with a groups_ratio above 1: a deferred group waits": (
+                self.groups_ratio == 1 or self.trajectory_deadline_seconds == 0
+            ),
+            "trajectory_deadline_seconds must be 0, or from 0.01 to 604800": self.trajectory_deadline_seconds == 0
+            or 0.01 <= self.trajectory_deadline_seconds <= LONGEST_SECONDS,
             "max_live_environments must be from 1 to 1000000": 1 <= self.max_live_environments <= 1_000_000,
             "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,
             "turn_patience_seconds must be from 0.01 to 604800": 0.01 <= self.turn_patience_seconds <= LONGEST_SECONDS,

@@ -7,6 +7,8 @@ Keeps true
 - A group id opens once. A later prompt with the same id is refused, and a prompt of another home is forwarded there.
 - The offset to commit is that of the oldest input whose consequences are not on the log.
 - A group is unsettled from its opening until each of its trajectories has an outcome.
+- A group that was opened with more trajectories than its prompt asks for is complete once as many as asked for have
+  ended with a reward. The count is on the log with the samples that it counts.
 - A group is forgotten only once it is old by the worker's clock and by the log's time, so a clock that is wrong forgets
   no group too early.
 
@@ -17,16 +19,21 @@ Example:
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
+
 from rose.schemas.limits import MAX_GROUP_SIZE
 from rose.schemas.progress import Group, GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
+from rose.schemas.sampled_tokens import VersionSpan
+from rose.schemas.samples import Sample
 from rose.topics.catalog import MAX_MESSAGE_BYTES, Topic, home_partition
 from rose.topics.records import Envelope, InvalidMessage
+from rose.workers.environments.config import members_to_open
 from rose.workers.environments.trajectory import Trajectory
 
 OLD_BATCH = 500
@@ -91,7 +98,9 @@ class PromptDecision:
     message: Envelope | InvalidMessage
     kind: DecisionKind
     prompt: Prompt | None = None
-    """None if the message is no prompt."""
+    """None if the message is no prompt. The group size of a prompt to be opened includes surplus trajectories."""
+    needed: int = 0
+    """See `Group.needed`."""
     refusal: str = ""
     """Why the prompt is refused."""
     repeated: bool = False
@@ -130,15 +139,41 @@ class OpenGroup:
     missing_outcomes: int
     """Bit mask of the trajectories without an outcome, by index."""
     outcomes_from: int
+    needed: int = 0
+    """See `Group.needed`."""
+    rewarded: int = 0
+    """See `Group.rewarded`."""
+    deferrals: int = 0
+    deferred: bool = False
+    seen_at: float | None = None
+    """Monotonic seconds at the first look for overdue groups; None before it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its trajectories that have not ended are surplus."""
+        return 0 < self.needed <= self.rewarded
+
+    @property
+    def members(self) -> Iterator[str]:
+        """Ids of all its trajectories."""
+        return (trajectory_id(self.prompt.group_id, index) for index in range(self.prompt.group_size))
 
 
 class Home:
     """State of one home. All of it is derived from the log."""
 
-    def __init__(self, partition: int, *, homes: int, dead_lettered: frozenset[tuple[str, int]] = frozenset()) -> None:
+    def __init__(
+        self,
+        partition: int,
+        *,
+        homes: int,
+        dead_lettered: frozenset[tuple[str, int]] = frozenset(),
+        members_ratio: float = 1.0,
+    ) -> None:
         """`homes`: number of home partitions.
 
-        `dead_lettered`: topic names and offsets of messages that are dead letters already.
+        `dead_lettered`: topic names and offsets of messages that are dead letters already. `members_ratio`: see
+        TrajectoryRules.
         """
         self.partition = partition
         self.trajectories: dict[str, Trajectory] = {}
@@ -155,7 +190,18 @@ class Home:
         """Settle requests that are not carried out yet, by trajectory."""
         self.decisions: deque[PromptDecision] = deque()
         """Decisions that are not on the log yet, in order."""
+        self.changed_groups: set[str] = set()
+        """Open groups whose counts or deferral have changed since their records were last written."""
+        self.oldest_fresh = 0
+        """The oldest policy version that can still be trained on, by the newest outcome of a known group; 0: any."""
+        self.newest_version = -1
+        """The newest policy version that sampled a token of a result that was read."""
+        self.newest_step = 0
+        """The newest step of the trainer, by the outcomes of known groups."""
+        self.swept_fresh = 0
+        """`oldest_fresh` when the trajectories were last searched for older tokens."""
         self._homes = homes
+        self._members_ratio = members_ratio
         self._dead_lettered = dead_lettered
         self._waiting: deque[Envelope | InvalidMessage] = deque()
         self._prompts_next = 0
@@ -185,6 +231,11 @@ class Home:
         return self._waiting[0].offset if self._waiting else self._prompts_next
 
     @property
+    def active_groups(self) -> int:
+        """Number of open groups that are not deferred."""
+        return sum(not group.deferred for group in self.open_groups.values())
+
+    @property
     def waits(self) -> bool:
         """Whether a prompt waits to be decided."""
         return bool(self._waiting)
@@ -211,7 +262,7 @@ class Home:
             group_id = decision.opens.group_id
             if not has_room or any(other.prompt and other.prompt.group_id == group_id for other in self.decisions):
                 return None
-            self.open_groups[decision.opens.group_id] = _all_wait(decision.opens, outcomes_from)
+            self.open_groups[group_id] = _all_wait(decision.opens, outcomes_from, decision.needed)
         self.decisions.append(decision)
         self._waiting.popleft()
         return decision
@@ -229,7 +280,10 @@ class Home:
             return PromptDecision(message, DecisionKind.FORWARD, prompt, home=home)
         known = self.groups.get(prompt.group_id)
         if known is None or known.state is GroupState.REFUSED:
-            return PromptDecision(message, DecisionKind.OPEN, prompt, awaited=prompt.group_size)
+            members = members_to_open(prompt.group_size, self._members_ratio)
+            needed = prompt.group_size if members > prompt.group_size else 0
+            opens = msgspec.structs.replace(prompt, group_size=members)
+            return PromptDecision(message, DecisionKind.OPEN, opens, needed=needed, awaited=members)
         if known.offset == message.offset:
             return PromptDecision(message, DecisionKind.PASS)
         reason = f"group id {prompt.group_id} was submitted before: give every group an id of its own"
@@ -237,8 +291,11 @@ class Home:
 
     def refuse(self, decision: PromptDecision, reason: str) -> None:
         """Refuse a prompt that was to open a group; its group id is free again."""
-        decision.kind, decision.refusal = DecisionKind.REFUSE, reason
         self.open_groups.pop(decision.opens.group_id, None)
+        decision.kind, decision.refusal = DecisionKind.REFUSE, reason
+        decision.prompt = msgspec.structs.replace(
+            decision.opens, group_size=decision.needed or decision.opens.group_size
+        )
 
     def take_complete(self) -> list[PromptDecision]:
         """Remove and return the decisions that can be written.
@@ -270,16 +327,37 @@ class Home:
         if group.state is not GroupState.OPEN:
             self.open_groups.pop(group.group_id, None)
         elif group.prompt is not None:
-            self.open_groups.setdefault(group.group_id, _all_wait(group.prompt, group.outcomes_from))
+            fresh = _all_wait(group.prompt, group.outcomes_from, group.needed)
+            opened = self.open_groups.setdefault(group.group_id, fresh)
+            opened.prompt, opened.rewarded = group.prompt, group.rewarded  # with its full sampling
+            opened.deferrals, opened.deferred = group.deferrals, group.deferred
+            if opened.is_complete:  # the surplus trajectories whose steps were running have not ended
+                self.changed_groups.add(group.group_id)
 
     def on_group_tombstone(self, group_id: str) -> None:
         """Apply the tombstone of a group."""
         self.groups.pop(group_id, None)
         self.open_groups.pop(group_id, None)
 
-    def on_outcome(self, group_id: str, trajectory_id: str, offset: int) -> None:
+    def on_sample(self, sample: Sample) -> None:
+        """Count a sample that is about to be written."""
+        group = self.open_groups.get(sample.group_id)
+        if group is not None and group.needed and sample.reward is not None:
+            group.rewarded += 1
+            self.changed_groups.add(sample.group_id)
+
+    def on_result_spans(self, spans: Iterable[VersionSpan]) -> None:
+        """A result with these version spans was read."""
+        self.newest_version = max([self.newest_version, *(span.version for span in spans)])
+
+    def on_outcome(
+        self, group_id: str, trajectory_id: str, offset: int, *, step: int = 0, oldest_fresh: int = 0
+    ) -> None:
         """Apply the outcome of a trajectory; a repeated outcome changes nothing."""
         group = self.open_groups.get(group_id)
+        if group_id in self.groups:  # outcomes of another home may be of another model
+            self.newest_step = max(step, self.newest_step)
+            self.oldest_fresh = oldest_fresh or self.oldest_fresh
         index = trajectory_id[len(group_id) + 1 :]
         if group is None or offset < group.outcomes_from or not index.isdecimal() or int(index) >= MAX_GROUP_SIZE:
             return
@@ -294,13 +372,16 @@ class Home:
             self.settle_requests[request.trajectory_id] = request
 
     def settle_requests_of(self, decision: PromptDecision) -> dict[int, str]:
-        """The reasons why trajectories of the group to be opened must not start, by index."""
+        """The reasons why trajectories of the group to be opened must not start, by index.
+
+        Whoever settles a group by hand before it opens does not know of its surplus trajectories: they end with it.
+        """
         group_id, offset = decision.opens.group_id, decision.message.offset
-        found = {
-            index: self.settle_requests.get(trajectory_id(group_id, index))
-            for index in range(decision.opens.group_size)
-        }
-        return {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
+        members = range(decision.opens.group_size)
+        found = {index: self.settle_requests.get(trajectory_id(group_id, index)) for index in members}
+        asked = {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
+        needed = range(decision.needed or decision.opens.group_size)
+        return {**dict.fromkeys(members, asked[0]), **asked} if all(index in asked for index in needed) else asked
 
     def take_settle_requests(self) -> Iterator[tuple[str, Trajectory | None, str]]:
         """Yields each trajectory to be settled now, with the reason; later results are not applied to it.
@@ -341,6 +422,33 @@ class Home:
             del self.open_groups[group_id]
         self.settled += gone
         return gone
+
+    def take_changed(self) -> list[tuple[KnownGroup, OpenGroup]]:
+        """Return the open groups whose records have changed."""
+        counted = [
+            (known, group)
+            for group_id in sorted(self.changed_groups)
+            if (group := self.open_groups.get(group_id)) and (known := self.groups.get(group_id))
+        ]
+        self.changed_groups.clear()
+        return counted
+
+    def overdue_groups(self, now: float, monotonic: float, deadline_seconds: float) -> list[OpenGroup]:
+        """Return the open groups that were opened more than `deadline_seconds` ago.
+
+        `now`: Unix seconds by the worker's clock. The worker has seen such a group for so long by its `monotonic`
+        seconds, or both its clock and the log's time say so: a clock that is wrong ends no trajectory.
+        """
+        overdue = []
+        for group_id, group in self.open_groups.items():
+            known = self.groups.get(group_id)
+            if known is None:
+                continue
+            group.seen_at = monotonic if group.seen_at is None else group.seen_at
+            old = known.changed_at + deadline_seconds < min(now, self._log_time)
+            if old or group.seen_at + deadline_seconds < monotonic:
+                overdue.append(group)
+        return overdue
 
     def changed_at(self, now: float) -> float:
         """The time of a change that is written `now`, by the worker's clock: never before what the log says."""
@@ -388,5 +496,5 @@ def _by_hand(request: SettleRequest) -> str:
     return f"settled by hand: {request.reason or 'no reason was given'}"
 
 
-def _all_wait(prompt: Prompt, outcomes_from: int) -> OpenGroup:
-    return OpenGroup(prompt, (1 << prompt.group_size) - 1, outcomes_from)
+def _all_wait(prompt: Prompt, outcomes_from: int, needed: int) -> OpenGroup:
+    return OpenGroup(prompt, (1 << prompt.group_size) - 1, outcomes_from, needed)

@@ -21,6 +21,7 @@ from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.jobs import ResultCallback, Runner, RunnerLimits
 from rose.workers.environments.process_runner import ProcessRunner
 from rose.workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
+from rose.workers.environments.rounds import Rounds
 from rose.workers.environments.runner_pool import LOOK_SECONDS, NewRunner, RunnerPool
 from rose.workers.environments.runner_server import ProcessSetup
 from rose.workers.environments.runner_supervisor import BEGIN_SECONDS
@@ -77,8 +78,14 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
                 turn_patience_seconds=config.turn_patience_seconds,
                 max_context_tokens=config.max_context_tokens,
                 vocabulary=vocabulary_of(config.model_folder),
+                members_ratio=config.members_ratio,
+                deadline_seconds=config.trajectory_deadline_seconds,
             ),
-            window_groups=config.window_groups,
+            rounds=Rounds(
+                window_groups=config.window_groups,
+                groups_ratio=config.groups_ratio,
+                max_deferrals=config.max_deferrals,
+            ),
             runners=stage,
             check_environment=check,
         )

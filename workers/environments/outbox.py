@@ -38,7 +38,15 @@ from rose.topics.records import Place
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.environments import metrics
-from rose.workers.environments.home import OLD_BATCH, DecisionKind, Home, PromptDecision, ResetResult
+from rose.workers.environments.home import (
+    OLD_BATCH,
+    DecisionKind,
+    Home,
+    KnownGroup,
+    OpenGroup,
+    PromptDecision,
+    ResetResult,
+)
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
 from rose.workers.environments.transitions import OutgoingRecords, fail_at_opening, first_request
 
@@ -69,9 +77,22 @@ class PendingTransition:
 
 
 def group_record(
-    prompt: Prompt, state: GroupState, *, offset: int, decided_to: int | None = None, outcomes_from: int, now: float
+    prompt: Prompt,
+    state: GroupState,
+    *,
+    offset: int,
+    decided_to: int | None = None,
+    outcomes_from: int,
+    needed: int = 0,
+    rewarded: int = 0,
+    deferrals: int = 0,
+    deferred: bool = False,
+    now: float,
 ) -> Group:
-    """The record of a group whose prompt was decided. `prompt` must have its full sampling."""
+    """The record of a group whose prompt was decided. `prompt` must have its full sampling.
+
+    `needed`, `rewarded`, `deferrals`, `deferred`: see Group.
+    """
     return Group(
         group_id=prompt.group_id,
         group_size=prompt.group_size,
@@ -80,7 +101,27 @@ def group_record(
         prompt=prompt if state is GroupState.OPEN else None,
         outcomes_from=outcomes_from,
         decided_to=decided_to,
+        needed=needed,
+        rewarded=rewarded,
+        deferrals=deferrals,
+        deferred=deferred,
         changed_at=now,
+    )
+
+
+def open_group_record(known: KnownGroup, group: OpenGroup) -> Group:
+    """The record of an open group whose counts or deferral have changed."""
+    return group_record(
+        group.prompt,
+        GroupState.OPEN,
+        offset=known.offset,
+        decided_to=known.decided_to,
+        outcomes_from=group.outcomes_from,
+        needed=group.needed,
+        rewarded=group.rewarded,
+        deferrals=group.deferrals,
+        deferred=group.deferred,
+        now=known.changed_at,
     )
 
 
@@ -162,7 +203,11 @@ class Outbox:
         """
         decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
         touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}
-        touched |= {home.partition for home in homes.values() if home.undecodable_results or home.orphaned_trajectories}
+        touched |= {
+            home.partition
+            for home in homes.values()
+            if home.undecodable_results or home.orphaned_trajectories or home.changed_groups
+        }
         unhurried = time.monotonic() - self._committed_at >= OFFSETS_SECONDS
         if unhurried:
             moved = self._offsets(homes.values())
@@ -237,8 +282,14 @@ class Outbox:
 
     def _open(self, home: Home, decision: PromptDecision) -> list[str]:
         prompt, now = with_full_sampling(decision.opens, self._rules.sampling), self._clock()
-        outcomes_from = home.open_groups[prompt.group_id].outcomes_from
-        self._write_group(home, prompt, GroupState.OPEN, offset=decision.message.offset, outcomes_from=outcomes_from)
+        self._write_group(
+            home,
+            prompt,
+            GroupState.OPEN,
+            offset=decision.message.offset,
+            outcomes_from=home.open_groups[prompt.group_id].outcomes_from,
+            needed=decision.needed,
+        )
         ended = []
         for index in range(prompt.group_size):
             own_id, opening = trajectory_id(prompt.group_id, index), decision.reset_results[index]
@@ -259,7 +310,14 @@ class Outbox:
         return ended
 
     def _write_group(
-        self, home: Home, prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int = 0
+        self,
+        home: Home,
+        prompt: Prompt,
+        state: GroupState,
+        *,
+        offset: int,
+        outcomes_from: int = 0,
+        needed: int = 0,
     ) -> None:
         group = group_record(
             prompt,
@@ -267,6 +325,7 @@ class Outbox:
             offset=offset,
             decided_to=home.prompts_low_water,
             outcomes_from=outcomes_from,
+            needed=needed,
             now=home.changed_at(self._clock()),
         )
         self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
@@ -284,8 +343,8 @@ class Outbox:
     def _put_rest(self, home: Home, old_groups: Sequence[str]) -> None:
         """Write what no trajectory of this transaction writes.
 
-        These are dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and settled
-        groups.
+        These are dead letters of undecodable results, tombstones of orphaned trajectories and old groups, and groups
+        that are settled or whose count has changed.
         """
         for found, reason in home.undecodable_results:
             self._writer.dead_letter(found, reason)
@@ -298,7 +357,8 @@ class Outbox:
             self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
             self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)
         home.undecodable_results, home.orphaned_trajectories = [], []
-        for group in home.take_settled(self._clock()):
+        counted = [open_group_record(known, group) for known, group in home.take_changed()]
+        for group in [*counted, *home.take_settled(self._clock())]:
             self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
         for group_id in old_groups:
             self._writer.tombstone(GROUPS, key=group_id, partition=home.partition)
@@ -334,6 +394,9 @@ class Outbox:
                 on_delivery=self._on_request_stored(trajectory),
             )
             self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
+        if written.stop is not None:
+            self._request_next[partition] += 1
+            self._writer.write(REQUESTED, written.stop, key=own_id, partition=partition, trajectory_id=own_id)
         if written.sample is not None:
             sample = written.sample.record
             self._counted.append((metrics.ENDED.labels(sample.ended.value), 1))

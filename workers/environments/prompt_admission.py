@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rose.schemas.errors import RecordError, UsageError
+from rose.schemas.limits import MAX_DEFERRALS, MAX_GROUP_SIZE
 from rose.schemas.progress import GroupState
 from rose.schemas.prompts import Prompt, sampling_error, stop_tokens_error, trajectory_id
 from rose.schemas.wire import encode
@@ -40,7 +41,15 @@ def admission_error(prompt: Prompt, rules: TrajectoryRules, check_environment: C
     if rules.vocabulary is not None and (reason := stop_tokens_error(whole.sampling, rules.vocabulary)):
         return reason
     furthest = group_record(
-        whole, GroupState.OPEN, offset=FURTHEST, decided_to=FURTHEST, outcomes_from=FURTHEST, now=0.0
+        whole,
+        GroupState.OPEN,
+        offset=FURTHEST,
+        decided_to=FURTHEST,
+        outcomes_from=FURTHEST,
+        needed=MAX_GROUP_SIZE,
+        rewarded=MAX_GROUP_SIZE,
+        deferrals=MAX_DEFERRALS,
+        now=0.0,
     )
     try:
         check_environment(prompt.environment)

@@ -270,7 +270,12 @@ def recover_homes(
     dead_letters = _dead_letters(settings, unknown, on_wait)
     recoveries = {
         partition: Recovery(
-            Home(partition, homes=homes, dead_lettered=frozenset(dead_letters.get(partition, ()))),
+            Home(
+                partition,
+                homes=homes,
+                dead_lettered=frozenset(dead_letters.get(partition, ())),
+                members_ratio=rules.members_ratio,
+            ),
             results_deleted=(COMPLETED, partition) in deleted,
         )
         for partition in partitions
@@ -387,4 +392,6 @@ def _fetch_contents(settings: BusSettings, recoveries: dict[int, Recovery], on_w
 
 def _turn_of(envelope: Envelope) -> Turn | None:
     request = envelope.record
-    return (request.trajectory_id, request.turn) if isinstance(request, TurnRequest) else None
+    if not isinstance(request, TurnRequest) or request.stops:
+        return None
+    return request.trajectory_id, request.turn

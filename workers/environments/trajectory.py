@@ -57,6 +57,10 @@ class TrajectoryRules:
     max_context_tokens: int
     vocabulary: int | None = None
     """Number of tokens of the model; None if it is not known."""
+    members_ratio: float = 1.0
+    """Trajectories with which a group is opened, relative to the size that its prompt asks for."""
+    deadline_seconds: float = 0.0
+    """Longest time that a trajectory may take from the opening of its group; 0 for no limit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,6 +180,11 @@ class Trajectory:
     def needs_from(self) -> int:
         """The first offset of the home's requests that the context needs."""
         return self.chain[0] if self.chain else self.requested_from
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest policy version that sampled one of its tokens; None if none was sampled."""
+        return min((span.version for span in self.context.spans), default=None)
 
     def progress(self) -> TrajectoryProgress:
         """The progress record: where the trajectory's request and results are."""

@@ -2,11 +2,12 @@
 
 Keeps true
 - An infrastructure failure is a sample without a reward and with the reason, never a reward of 0.
+- A trajectory that has ended without a reward takes no further event: it gets one sample.
 - No record is written that its readers would refuse. A value of the environment that no record can hold fails the
   trajectory; a sample that cannot be encoded is replaced by one with only the reason.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -44,12 +45,18 @@ class StepResult:
 class OutgoingRecords:
     """Records of one event of a trajectory.
 
-    Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory.
+    Either a request, with a snapshot if the state has changed, or the sample that ends the trajectory. Both may come
+    with a request that stops the turn which was requested.
     """
 
     request: EncodedRecord[TurnRequest] | None = None
     snapshot: EncodedRecord[EnvSnapshot] | None = None
     sample: EncodedRecord[Sample] | None = None
+    stop: EncodedRecord[TurnRequest] | None = None
+    """Withdraws the turn, or puts the turn on hold."""
+
+
+NOTHING = OutgoingRecords()
 
 
 def first_request(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
@@ -99,24 +106,25 @@ def advance(
 
 
 def request_again(trajectory: Trajectory, rules: TrajectoryRules, now: float) -> OutgoingRecords:
-    """Request the current turn again with the whole context, because its chain could not be read back."""
+    """Request the current turn again with the whole context: its chain could not be read back, or it was on hold."""
     trajectory.anchor()
     return _next_turn(trajectory, rules, now, changed=False)
 
 
-def fail_at_result(
+def end_at_result(
     trajectory: Trajectory,
     result: TurnResult,
-    failure: str,
+    ending: Ending,
+    failure: str = "",
     *,
     offset: int,
     rules: TrajectoryRules,
     applied_at: float,
     now: float,
 ) -> OutgoingRecords:
-    """End the trajectory because the environment failed at this result.
+    """End the trajectory at this result without a reward, for example because the environment failed.
 
-    The sampled tokens and device seconds are kept.
+    The sampled tokens and device seconds are kept. `failure`: why the infrastructure failed; empty if it did not.
     """
     applied = Applied(
         offset=offset,
@@ -127,15 +135,59 @@ def fail_at_result(
         committed_at=trajectory.committed_at,
     )
     trajectory.apply_result(result, applied)
-    return fail_trajectory(trajectory, failure, rules, now)
+    return _without_reward(trajectory, ending, failure, rules, now)
 
 
 def fail_trajectory(trajectory: Trajectory, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:
     """End the trajectory with an infrastructure failure: a sample with the tokens so far and no reward."""
+    return _without_reward(trajectory, Ending.FAILED, failure, rules, now)
+
+
+def end_early(
+    trajectory: Trajectory, ending: Ending, rules: TrajectoryRules, now: float, *, failure: str = ""
+) -> OutgoingRecords:
+    """End the trajectory while its turn is under way: a sample without a reward, and the withdrawal of the turn.
+
+    `failure`: why the infrastructure failed; empty if it did not.
+    """
+    stop = _stop(trajectory, rules, now, withdrawn=True)
+    return replace(_without_reward(trajectory, ending, failure, rules, now), stop=stop)
+
+
+def put_on_hold(
+    trajectory: Trajectory, rules: TrajectoryRules, now: float, written: OutgoingRecords = NOTHING
+) -> OutgoingRecords:
+    """Put the turn that is requested on hold. `written`: records with the request of this turn, if it is new."""
+    return replace(written, stop=_stop(trajectory, rules, now, hold=True))
+
+
+def _stop(
+    trajectory: Trajectory, rules: TrajectoryRules, now: float, *, withdrawn: bool = False, hold: bool = False
+) -> EncodedRecord[TurnRequest]:
+    request = TurnRequest(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.prompt.group_id,
+        home=trajectory.home,
+        environment=trajectory.prompt.environment,
+        turn=trajectory.turn,
+        **context_fields(b""),
+        sampling=trajectory.sampling,
+        requested_at=now,
+        patience_seconds=rules.turn_patience_seconds,
+        withdrawn=withdrawn,
+        hold=hold,
+    )
+    return encoded(request)
+
+
+def _without_reward(
+    trajectory: Trajectory, ending: Ending, failure: str, rules: TrajectoryRules, now: float
+) -> OutgoingRecords:
+    trajectory.applying = True  # also behind a step that was applied: nothing may end it again before the commit
     try:
-        return OutgoingRecords(sample=encoded(_sample(trajectory, rules, now, Ending.FAILED, failure=failure)))
-    except RecordError:
-        return fail_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
+        return OutgoingRecords(sample=encoded(_sample(trajectory, rules, now, ending, failure=failure)))
+    except RecordError as error:
+        return fail_at_opening(trajectory.prompt, trajectory.index, failure or str(error), rules, now)
 
 
 def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryRules, now: float) -> OutgoingRecords:

@@ -19,7 +19,7 @@ import structlog
 from rose.schemas.arrays import count
 from rose.schemas.errors import ThreadRefused
 from rose.schemas.progress import SettleRequest
-from rose.schemas.samples import SampleOutcome
+from rose.schemas.samples import Ending, SampleOutcome
 from rose.schemas.turns import TurnResult
 from rose.topics import tracing
 from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
@@ -31,6 +31,12 @@ from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope, InvalidMessage, Item, Place
 from rose.topics.settings import BusSettings
 from rose.workers.environments import metrics
+from rose.workers.environments.early_endings import (
+    ending_at_result,
+    overdue_endings,
+    stale_endings,
+    surplus_endings,
+)
 from rose.workers.environments.home import DecisionKind, Home, ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
 from rose.workers.environments.log_cleaner import LogCleaner
@@ -38,13 +44,17 @@ from rose.workers.environments.membership import RECOVERABLE, Membership, Recove
 from rose.workers.environments.outbox import Outbox, PendingTransition, fence
 from rose.workers.environments.prompt_admission import PendingReset, admission_error, reset_jobs
 from rose.workers.environments.recovery import outcomes_from, recover_homes
+from rose.workers.environments.rounds import Rounds
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.trajectory import ResultVerdict, Trajectory, TrajectoryRules, result_error
 from rose.workers.environments.transitions import (
+    OutgoingRecords,
     advance,
+    end_at_result,
+    end_early,
     fail_at_opening,
-    fail_at_result,
     fail_trajectory,
+    put_on_hold,
     request_again,
 )
 
@@ -56,6 +66,9 @@ IDLE_SECONDS = 0.05
 
 STEP_WAIT_SECONDS = 0.002
 """Longest wait for a step before the bus is read again."""
+
+DEADLINE_CHECK_SECONDS = 1.0
+"""Time between two searches for overdue trajectories."""
 
 log = structlog.get_logger()
 
@@ -80,20 +93,20 @@ class EnvironmentWorker:
         name: str,
         *,
         rules: TrajectoryRules,
-        window_groups: int,
+        rounds: Rounds,
         runners: RunnerPool,
         check_environment: Callable[[str], object],
     ) -> None:
         """`name`: unique name of the worker.
 
-        `window_groups`: most groups without all outcomes. `check_environment` raises UsageError if a name leads to no
+        `rounds`: how many groups may be active. `check_environment` raises UsageError if a name leads to no
         environment.
         """
         register(metrics.ENVIRONMENT)
         self._settings = settings
         self._name = name
         self._rules = rules
-        self._window_groups = window_groups
+        self._rounds = rounds
         self._runners = runners
         self._check_environment = check_environment
         self._member = Membership(settings, name, ENVIRONMENT_GROUP, on_wait=self._on_wait)
@@ -114,6 +127,7 @@ class EnvironmentWorker:
         self._outcomes_next = 0
         """An offset of the outcomes topic, at or before its end."""
         self._paused = False
+        self._next_deadline_check = 0.0
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop` is set. Raises WorkerFenced if another worker has this name, or another RoseError."""
@@ -149,10 +163,12 @@ class EnvironmentWorker:
         for item in early + items:
             self._on_item(item)
         self._on_settle_items(self._outcomes.read(BATCH, 0.0))
+        self._ready += self._rounds.advance(self._homes.values(), self._rules, time.time(), time.monotonic())
         self._open_groups()
         self._runners.start(self._jobs)
         self._jobs = []
         self._on_answers(self._runners.results(STEP_WAIT_SECONDS if self._runners.in_flight else 0.0))
+        self._end_early()
         self._write()
         if self._outbox is not None and self._homes and self._log_cleaner.is_due(time.monotonic()):
             self._log_cleaner.sweep(self._outbox.needed(self._homes))
@@ -224,6 +240,7 @@ class EnvironmentWorker:
             written = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, time.time())
             self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
+        self._rounds.recover(self._homes.values(), time.monotonic())
         reader.assign(taken.begins)
         outbox.on_recovered(taken.begins, taken.request_ends)
         self._log_cleaner.request_soon()
@@ -282,6 +299,7 @@ class EnvironmentWorker:
             home.undecodable_results.append((item, reason))
 
     def _on_result(self, home: Home, offset: int, result: TurnResult) -> None:
+        home.on_result_spans(result.spans)
         trajectory = home.trajectories.get(result.trajectory_id)
         verdict = ResultVerdict.LATE if trajectory is None else trajectory.classify(result)
         if trajectory is not None and verdict is ResultVerdict.ANCHOR:
@@ -299,8 +317,11 @@ class EnvironmentWorker:
             problem = result_error(result, count(trajectory.tokens))
             failure = f"malformed result of {result.worker}: {problem}" if problem else ""
         if failure:
-            written = fail_trajectory(trajectory, failure, self._rules, now)
-            self._ready.append(PendingTransition(home, trajectory.trajectory_id, written, offset))
+            self._prepare(home, trajectory, fail_trajectory(trajectory, failure, self._rules, now), offset)
+            return
+        if ending := ending_at_result(home, trajectory, result):
+            written = self._ended_at(_Applying(home, trajectory, result, offset, now), ending, now)
+            self._prepare(home, trajectory, written, offset)
             return
         self._jobs.append(
             StepJob(
@@ -319,7 +340,28 @@ class EnvironmentWorker:
         log.warning("context_missing", trajectory=name, turn=trajectory.turn, reason=reason)
         metrics.TORN.inc()
         home.results.on_read(offset)
-        self._ready.append(PendingTransition(home, name, request_again(trajectory, self._rules, time.time()), offset))
+        self._prepare(home, trajectory, request_again(trajectory, self._rules, time.time()), offset)
+
+    def _prepare(self, home: Home, trajectory: Trajectory, written: OutgoingRecords, offset: int) -> None:
+        """Add the records that the result at `offset` caused to the next transaction."""
+        if written.sample is not None:
+            home.on_sample(written.sample.record)
+        group = home.open_groups.get(trajectory.prompt.group_id)
+        if written.request is not None and group is not None and group.deferred:
+            written = put_on_hold(trajectory, self._rules, time.time(), written)
+        self._ready.append(PendingTransition(home, trajectory.trajectory_id, written, offset))
+
+    def _ended_at(self, ticket: _Applying, ending: Ending, now: float, failure: str = "") -> OutgoingRecords:
+        return end_at_result(
+            ticket.trajectory,
+            ticket.result,
+            ending,
+            failure,
+            offset=ticket.offset,
+            rules=self._rules,
+            applied_at=ticket.applied_at,
+            now=now,
+        )
 
     def _on_settle_items(self, items: Iterable[Item]) -> None:
         """Apply outcomes and settle requests to the homes."""
@@ -333,7 +375,27 @@ class EnvironmentWorker:
             if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
                     home.on_log_time(item.timestamp_seconds)
-                    home.on_outcome(item.record.group_id, item.record.trajectory_id, item.offset)
+                    home.on_outcome(
+                        item.record.group_id,
+                        item.record.trajectory_id,
+                        item.offset,
+                        step=item.record.step,
+                        oldest_fresh=item.record.oldest_fresh,
+                    )
+
+    def _end_early(self) -> None:
+        """End the trajectories that nobody waits for, or that are overdue."""
+        now, monotonic = time.time(), time.monotonic()
+        overdue = self._rules.deadline_seconds > 0 and monotonic >= self._next_deadline_check
+        if overdue:
+            self._next_deadline_check = monotonic + DEADLINE_CHECK_SECONDS
+        for home in self._homes.values():
+            self._ready += surplus_endings(home, self._rules, now) + stale_endings(home, self._rules, now)
+            if overdue:
+                for ended in overdue_endings(home, self._rules, now, monotonic):
+                    deadline = self._rules.deadline_seconds
+                    log.warning("trajectory_overdue", trajectory=ended.trajectory_id, seconds=deadline)
+                    self._ready.append(ended)
 
     def _end_settled_by_hand(self) -> None:
         """End the trajectories that settle requests name."""
@@ -343,7 +405,7 @@ class EnvironmentWorker:
                     log.warning("settle_request_without_effect", trajectory=name, reason=reason)
                     continue
                 log.warning("trajectory_settled_by_hand", trajectory=name, reason=reason)
-                written = fail_trajectory(trajectory, reason, self._rules, time.time())
+                written = end_early(trajectory, Ending.FAILED, self._rules, time.time(), failure=reason)
                 self._ready.append(PendingTransition(home, name, written, None))
 
     def _open_groups(self) -> None:
@@ -351,7 +413,7 @@ class EnvironmentWorker:
         able = [home for home in self._homes.values() if home.waits]
         while able:
             home = able.pop(0)
-            room = self._unsettled() < self._window_groups
+            room = self._active() < self._rounds.limit
             decision = home.decide(has_room=room, outcomes_from=self._outcomes_next)
             if decision is None:
                 continue
@@ -363,7 +425,7 @@ class EnvironmentWorker:
                     self._jobs += reset_jobs(home, decision, generation=self._generation)
             if home.waits:
                 able.append(home)
-        full = self._unsettled() >= self._window_groups or any(home.waits for home in self._homes.values())
+        full = self._active() >= self._rounds.limit or any(home.waits for home in self._homes.values())
         if full != self._paused:
             places: list[Place] = [(PROMPTS, home) for home in self._homes]
             if full:
@@ -389,15 +451,9 @@ class EnvironmentWorker:
         trajectory, result = ticket.trajectory, ticket.result
         if isinstance(answer, EnvironmentFailure):
             log.warning("environment_failed", trajectory=trajectory.trajectory_id, reason=answer.failure)
-            written = fail_at_result(
-                trajectory,
-                result,
-                answer.failure,
-                offset=ticket.offset,
-                rules=self._rules,
-                applied_at=ticket.applied_at,
-                now=now,
-            )
+            written = self._ended_at(ticket, Ending.FAILED, now, answer.failure)
+        elif ending := ending_at_result(ticket.home, trajectory, result):
+            written = self._ended_at(ticket, ending, now)
         else:
             assert not isinstance(answer, ResetResult | ResetRefused)
             metrics.STEP_SECONDS.observe(answer.environment_seconds)
@@ -413,7 +469,7 @@ class EnvironmentWorker:
         metrics.APPLIED.inc()
         if tracing.exporter is not None:
             tracing.exporter.on_applied(result, self._settings.topic(COMPLETED), began=ticket.applied_at)
-        self._ready.append(PendingTransition(ticket.home, trajectory.trajectory_id, written, ticket.offset))
+        self._prepare(ticket.home, trajectory, written, ticket.offset)
 
     def _write(self) -> None:
         """Commit what is ready and release the environments of ended trajectories.
@@ -427,6 +483,9 @@ class EnvironmentWorker:
         if ended:
             self._runners.release(ended)
 
+    def _active(self) -> int:
+        return sum(home.active_groups for home in self._homes.values())
+
     def _unsettled(self) -> int:
         return sum(len(home.open_groups) for home in self._homes.values())
 
@@ -434,6 +493,7 @@ class EnvironmentWorker:
         metrics.HOMES.set(len(self._homes))
         metrics.TRAJECTORIES.set(sum(len(home.trajectories) for home in self._homes.values()))
         metrics.UNSETTLED.set(self._unsettled())
+        metrics.DEFERRED.set(self._unsettled() - self._active())
         metrics.LIVE.set(self._runners.live)
         metrics.STUCK.set(self._runners.threads_stuck)
 

@@ -157,6 +157,10 @@ class ContextStore:
                 self._cache.store(dispatch.request.trajectory_id, context)
             yield dispatch, context, seconds
 
+    def cancel(self, key: TurnKey) -> bool:
+        """Cancel the read of one turn's context. Return whether there was one."""
+        return self._reading.pop(key, None) is not None
+
     def cancel_all(self) -> list[TurnKey]:
         """Cancel all reads. Return the keys of their turns."""
         keys = list(self._reading)

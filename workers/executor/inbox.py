@@ -6,7 +6,7 @@ Keeps true
 - A dispatch with an older fencing token than the newest seen is dropped: its router has been replaced.
 - A turn is accepted once; a second dispatch of the same (trajectory, turn, attempt) is dropped.
 - Accepted turns never exceed the turns and tokens that the heartbeat offers; further turns are refused with a reason.
-- Every accepted turn is held until exactly one `release`.
+- Every accepted turn is held until exactly one `release`, also if it is withdrawn.
 - `listed_hashes` lists the held turns, and the answered turns until their answers are stored. Answered turns take no
   room.
 
@@ -43,6 +43,8 @@ class InboxAction(Enum):
     """The dispatch is stale or a duplicate, and gets no answer."""
     REFUSE = "refuse"
     """The turn is returned to the router."""
+    STOP = "stop"
+    """The held turn is withdrawn: it is stopped and answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class InboxDecision:
 
 
 ACCEPTED, IGNORED = InboxDecision(InboxAction.ACCEPT), InboxDecision(InboxAction.IGNORE)
+STOPPED = InboxDecision(InboxAction.STOP, "its trajectory has ended")
 
 
 def kv_tokens_needed(dispatch: TurnDispatch) -> int:
@@ -121,6 +124,8 @@ class Inbox:
             return InboxDecision(InboxAction.DROP, "claim")
         if dispatch.incarnation != self.incarnation:
             return InboxDecision(InboxAction.DROP, "incarnation")
+        if dispatch.withdrawn:
+            return STOPPED if dispatch.key in self._held else InboxDecision(InboxAction.DROP, "withdrawn")
         if dispatch.key in self._held or dispatch.key in self._unstored:
             return InboxDecision(InboxAction.DROP, "duplicate")
         if policy_version < 0:

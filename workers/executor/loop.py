@@ -26,7 +26,7 @@ The loop decides nothing about a dispatch: `Inbox` decides.
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 
 import msgspec
@@ -111,6 +111,8 @@ class RunningTurn:
 
     key: TurnKey
     received_at: float
+    stopped: str = ""
+    """Why the turn is being stopped; empty if it is not."""
 
 
 class Executor:
@@ -230,6 +232,8 @@ class Executor:
             metrics.TURNS.labels(f"dropped_{decision.reason}").inc()
         elif decision.action is InboxAction.REFUSE:
             self._refuse(dispatch, decision.reason, decision.refusal, listed=False)
+        elif decision.action is InboxAction.STOP:
+            self._stop_turn(dispatch.key, decision.reason)
         elif self._gate.reason:
             self._inbox.release(dispatch.key)
             self._refuse(dispatch, self._gate.reason, Refusal.ROOM, listed=False)
@@ -237,6 +241,17 @@ class Executor:
             self._deferred.append(dispatch)
         else:
             self._start_turn(dispatch)
+
+    def _stop_turn(self, key: TurnKey, reason: str) -> None:
+        """Return a held turn with the tokens that were sampled: nobody waits for the rest."""
+        name = "/".join(map(str, key))
+        if name in self._running:
+            self._running[name] = replace(self._running[name], stopped=reason)
+            self._client.send(AbortTurn(name))
+            return
+        self._contexts.cancel(key)
+        self._deferred = [dispatch for dispatch in self._deferred if dispatch.key != key]
+        self._refuse(self._inbox.release(key), reason, Refusal.ROOM)
 
     def _start_found(self) -> None:
         """Continue with the turns whose contexts were read back."""
@@ -392,7 +407,7 @@ class Executor:
         dispatch = self._inbox.release(running.key)
         given_up = finished.turn.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
-        reason = (finished.reason or self._gate.reason or SUSPENDED) if given_up else ""
+        reason = (finished.reason or running.stopped or self._gate.reason or SUSPENDED) if given_up else ""
         result = finished_result(
             self._incarnation, dispatch, finished, outcome, reason, received_at=running.received_at
         )

@@ -81,7 +81,7 @@ HELD_BACK = _lender_counter(
     "rose_lender_held_back_total", "Times that a guest with work was not allowed to compute, by reason.", ["why"]
 )
 
-for _outcome in (*TurnOutcome, "dropped_claim", "dropped_incarnation", "dropped_duplicate"):
+for _outcome in (*TurnOutcome, "dropped_claim", "dropped_incarnation", "dropped_duplicate", "dropped_withdrawn"):
     TURNS.labels(_outcome if isinstance(_outcome, str) else _outcome.value)
 for _kind in ("sampled", "cached"):
     TOKENS.labels(_kind)

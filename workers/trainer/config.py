@@ -10,6 +10,7 @@ from rose.workers.trainer.menu import (
     ALWAYS_ALLOWED,
     LOSSES,
     PART_SETTINGS,
+    WHOLE_STEP_ADVANTAGES,
     Parts,
     chosen_parts,
     read_settings,
@@ -130,6 +131,10 @@ class TrainerConfig:
     policy, and the trainer ends before it learns. Raise this for engines of low precision."""
     scale_by_deviation: bool = True
     """Whether `grpo` divides advantages by the standard deviation of their group."""
+    stream_gradients: bool = False
+    """Whether gradients are computed while a step still waits for groups, instead of after its last one. The step is
+    the same, but for the rounding of sums. Only the first of `minibatches` is computed so: the others need its update.
+    Advantages over a whole step are refused."""
     minibatches: int = 2
     """Optimizer updates in one step, each on its share of the groups."""
     gradient_norm: float = 1.0
@@ -240,6 +245,11 @@ class TrainerConfig:
                     f"algorithm ({self.algorithm}) is not in the menu: leave {replaced[0]} out"
                 )
             return
+        if self.stream_gradients and parts.advantages in WHOLE_STEP_ADVANTAGES:
+            raise ValueError(
+                f"the advantages {parts.advantages} compare all samples of a step, so no gradient can be computed "
+                "before the step's last group: set stream_gradients to false, or choose advantages within a group"
+            )
         read = read_settings(parts) | ALWAYS_ALLOWED
         for field in fields(self):
             value = getattr(self, field.name)

@@ -34,11 +34,20 @@ from rose.workers.weights.tensors import Snapshot
 log = structlog.get_logger("trainer")
 
 
+class AddEarly(msgspec.Struct, tag=True, kw_only=True):
+    """Compute the gradient of the next group of a step that is not whole yet."""
+
+    group: list[bytes]
+    """The trained samples of the group, as records (`Sample`)."""
+
+
 class Fit(msgspec.Struct, tag=True, kw_only=True):
     """Train one step."""
 
+    early: int
+    """Number of the step's first groups, which were added early."""
     groups: list[list[bytes]]
-    """The trained samples of each group, as records (`Sample`)."""
+    """The trained samples of each other group, as records (`Sample`)."""
     compared: list[bytes]
     """The samples by which engines are checked, as records."""
     version: int
@@ -84,7 +93,7 @@ class Leave(msgspec.Struct, tag=True):
     """End: rank 0 ends without an error."""
 
 
-Command = Fit | CheckFinite | Restore | Save | TakeSnapshot | Put | Leave
+Command = AddEarly | Fit | CheckFinite | Restore | Save | TakeSnapshot | Put | Leave
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -130,10 +139,13 @@ def follow(settings: BusSettings, config: TrainerConfig, weights: WeightsConfig,
     thread.shutdown()
 
 
-def _call(replica: Replica, command: Fit | CheckFinite | Restore | Save) -> None:
+def _call(replica: Replica, command: AddEarly | Fit | CheckFinite | Restore | Save) -> None:
     match command:
+        case AddEarly():
+            replica.add_early(list(map(_training_sample, command.group)))
         case Fit():
-            groups = [list(map(_training_sample, group)) for group in command.groups]
+            groups = replica.early_groups[: command.early]
+            groups += [list(map(_training_sample, group)) for group in command.groups]
             compared = list(map(_training_sample, command.compared))
             replica.fit(groups, command.version, compared=compared, since=command.since)
         case CheckFinite():

@@ -144,9 +144,14 @@ class GroupAssembly:
 
     def take(self, count: int) -> tuple[CompleteGroup, ...]:
         """The next `count` complete groups, or all if there are fewer. They stay held until they are settled."""
-        group_ids = list(self._complete)[:count]
-        for group_id in group_ids:
-            del self._complete[group_id]
+        groups = self.peek(count)
+        for group in groups:
+            del self._complete[group.group_id]
+        return groups
+
+    def peek(self, count: int, *, after: int = 0) -> tuple[CompleteGroup, ...]:
+        """The groups that `take(count)` would return now, without the first `after` ones."""
+        group_ids = list(self._complete)[after:count]
         return tuple(
             CompleteGroup(group_id, tuple(held.sample for _, held in sorted(self._members[group_id].items())))
             for group_id in group_ids

@@ -20,7 +20,9 @@ from rose.schemas.wire import encode
 from rose.workers.trainer.algorithms import TrainingSample
 from rose.workers.trainer.checkpoint import Checkpoints, Progress
 from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.engine_check import places_to_compare
 from rose.workers.trainer.follower import (
+    AddEarly,
     CheckFinite,
     Command,
     Fit,
@@ -34,7 +36,7 @@ from rose.workers.trainer.follower import (
 from rose.workers.trainer.ranks import ALONE, Ranks
 from rose.workers.trainer.replica import Replica
 from rose.workers.trainer.selection import SelectedGroup, mark_failed, mark_skipped
-from rose.workers.trainer.step import StepMetrics, places_to_compare
+from rose.workers.trainer.step import StepMetrics
 from rose.workers.weights.folder_names import FolderTensors
 from rose.workers.weights.publish import WeightPublisher, merge_manifests
 from rose.workers.weights.tensors import Snapshot
@@ -63,6 +65,10 @@ class Learner:
         self._ranks = ranks
         self._fitted: list[str] = []
         """Names of the groups of the last step."""
+        self._early: list[SelectedGroup] = []
+        """The groups that were added since the last step."""
+        self._converted: dict[str, TrainingSample] = {}
+        """Their samples by trajectory."""
         self.fruitless_steps = 0
         """Number of consecutive steps without a finite gradient."""
 
@@ -101,6 +107,22 @@ class Learner:
         self._command(lambda: Save(folder=str(checkpoints.folder.resolve()), progress=progress))
         self._replica.save(checkpoints, progress)
 
+    def add_early(self, group: SelectedGroup) -> int:
+        """Compute the gradient of the next group of a step that is not whole yet, if the group is trained on.
+
+        Call `learn` with this group, and the others that were added, before other groups of the step; what was computed
+        is of no use otherwise.
+
+        Returns the number of sampled tokens of the step whose gradient is computed. Raises if no group is at fault.
+        """
+        if not group.trained:
+            return self._replica.early_tokens
+        self._early.append(group)
+        self._converted |= {one.trajectory_id: TrainingSample.of(one) for one in group.computable}
+        self._command(lambda: AddEarly(group=[encode(one) for one in group.trained]))
+        self._replica.add_early([self._converted[one.trajectory_id] for one in group.trained])
+        return self._replica.early_tokens
+
     def learn(
         self, groups: list[SelectedGroup], version: int, *, since: int | None = None
     ) -> tuple[list[SelectedGroup], StepMetrics]:
@@ -116,11 +138,14 @@ class Learner:
         self._fitted = [group.group_id for group in trained]
         first = version if since is None else since
         records = [one for group in groups for one in group.computable]
-        samples = list(map(TrainingSample.of, records))
+        samples = [self._converted.get(one.trajectory_id) or TrainingSample.of(one) for one in records]
+        early = len(self._early) if self._early == trained[: len(self._early)] else 0
+        self._early, self._converted = [], {}
         compared = places_to_compare(samples, first)
         self._command(
             lambda: Fit(
-                groups=[[encode(one) for one in group.trained] for group in trained],
+                early=early,
+                groups=[[encode(one) for one in group.trained] for group in trained[early:]],
                 compared=[encode(records[place]) for place in compared],
                 version=version,
                 since=first,

@@ -74,9 +74,9 @@ def token_logprobs(
     0 for the first token of a row and for tokens that are not wanted.
 
     `model`: a `transformers.PreTrainedModel` or a LogprobModule. `tokens`, `temperatures`, `wanted` and the result have
-    shape (rows, tokens); the result is float32. `temperatures`: sampling temperature of each token, above 0; None: 1
-    for all tokens. `wanted`: bool; None: all tokens. `lengths`: the tokens of each row, for a model that computes
-    packed passes (`packing`): the model computes no padding; None: a padded pass.
+    shape (rows, tokens); the result is float32, or float64 if the model is. `temperatures`: sampling temperature of
+    each token, above 0; None: 1 for all tokens. `wanted`: bool; None: all tokens. `lengths`: the tokens of each row,
+    for a model that computes packed passes (`packing`): the model computes no padding; None: a padded pass.
     """
     if isinstance(model, LogprobModule):
         result: Tensor = model(tokens, temperatures, wanted, lengths)
@@ -98,7 +98,7 @@ def token_logprobs(
         packed = {"position_ids": positions[inside][None], "sequence_lengths": computed}
         hidden = _hidden_states(model, inputs[inside][None], **packed)[0, places[inside]]
     parts = _in_parts(head, hidden, targets[places], None if divisors is None else divisors[places])
-    picked = torch.zeros(targets.shape, dtype=torch.float32, device=inputs.device).masked_scatter(places, parts)
+    picked = torch.zeros(targets.shape, dtype=parts.dtype, device=inputs.device).masked_scatter(places, parts)
     return torch.nn.functional.pad(picked, (1, 0))
 
 
@@ -126,7 +126,7 @@ def _in_parts(head: Head, hidden: Tensor, targets: Tensor, divisors: Tensor | No
 
 
 def _picked(logits: Tensor, targets: Tensor, divisors: Tensor | None) -> Tensor:
-    logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if divisors is not None:
         logits = logits / divisors
     return torch.log_softmax(logits, dim=-1).gather(-1, targets[..., None]).squeeze(-1)

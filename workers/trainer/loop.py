@@ -29,7 +29,13 @@ from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
 from rose.workers.trainer.metrics import StepLine, StepReporter
 from rose.workers.trainer.ranks import ALONE, Ranks
-from rose.workers.trainer.selection import SelectionRules, outcomes_of, select_groups
+from rose.workers.trainer.selection import (
+    SelectedGroup,
+    SelectionRules,
+    oldest_fresh_version,
+    outcomes_of,
+    select_groups,
+)
 from rose.workers.trainer.stream import SampleStream
 from rose.workers.trainer.versions import PolicyVersions, resume
 from rose.workers.weights.config import WeightsConfig
@@ -81,6 +87,8 @@ class Trainer:
         self.stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
         self.versions = PolicyVersions(settings, config, weights, self.learner, self.stream, stop)
         self._waiting_since = perf_counter()
+        self._early_seconds = 0.0
+        """Seconds of computing for the next step while it waits for groups."""
         self._weights_since = 0
         """The first version with the weights of the current version, as far as this process knows."""
 
@@ -95,7 +103,8 @@ class Trainer:
         try:
             self.recover()
             self._waiting_since = perf_counter()
-            while groups := self.stream.take(self._config.groups_per_step):
+            add_early = self._add_early if self._config.stream_gradients else None
+            while groups := self.stream.take(self._config.groups_per_step, on_complete=add_early):
                 self._step(groups)
             HEALTH.report("ends: the last version goes to the log", lasts_seconds=self._config.hung_seconds)
             self.versions.wait_until_published()
@@ -127,12 +136,24 @@ class Trainer:
         metrics.POLICY_VERSION.set(self.versions.current)
         self._weights_since = self.versions.current
 
+    def _add_early(self, group: CompleteGroup) -> None:
+        """Compute the gradient of a group of the next step while the step's other groups are awaited."""
+        HEALTH.report("learns", lasts_seconds=self._config.hung_seconds)
+        began = perf_counter()
+        metrics.EARLY_TOKENS.set(self.learner.add_early(*self._select([group])))
+        self._early_seconds += perf_counter() - began
+
+    def _select(self, groups: Sequence[CompleteGroup]) -> list[SelectedGroup]:
+        """Choose the outcomes under the current version, which does not change before the step is trained."""
+        versions = self.versions
+        return select_groups(groups, versions.current, rules=self._rules, abandoned=versions.abandoned)
+
     def _step(self, groups: Sequence[CompleteGroup]) -> None:
         HEALTH.report("learns", lasts_seconds=self._config.hung_seconds)
-        waited = perf_counter() - self._waiting_since
-        began = perf_counter()
+        began, early = perf_counter(), self._early_seconds
+        waited, self._early_seconds = began - self._waiting_since - early, 0.0
         versions, before = self.versions, self.versions.current
-        selected = select_groups(groups, before, rules=self._rules, abandoned=versions.abandoned)
+        selected = self._select(groups)
         selected, done = self.learner.learn(selected, before, since=self._weights_since)
         trained, now = perf_counter(), time.time()
         # Keeps the checkpoint at most one version ahead of the log.
@@ -141,9 +162,10 @@ class Trainer:
             self._weights_since = versions.current
         self.learner.check_finite(selected, versions.current)
         line = StepLine.of(selected, done, before=before, version=versions.current, abandoned=versions.abandoned)
-        line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now
+        line.waiting_seconds, line.training_seconds, line.ended_at = waited, early + trained - began, now
         line.devices = self._ranks.size
-        outcomes = outcomes_of(selected, step=versions.current, policy_version=before, now=now)
+        fresh = oldest_fresh_version(versions.current, versions.abandoned, max_staleness=self._rules.max_staleness)
+        outcomes = outcomes_of(selected, step=versions.current, policy_version=before, oldest_fresh=fresh, now=now)
         versions.save_and_publish(self.stream.settlement(outcomes), line=line, trained=trained)
         self._reporter.report(line)
         log.info(

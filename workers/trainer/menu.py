@@ -28,6 +28,9 @@ ADVANTAGES: Mapping[str, tuple[str, ...]] = {
 }
 """Name of each advantage (`algorithms.advantages`), with the settings that it reads."""
 
+WHOLE_STEP_ADVANTAGES = frozenset({"batch", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""The advantages that compare all samples of a step."""
+
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "truncated": ("clip_low", "clip_high", "importance_cap"),
     "ppo": ("clip_low", "clip_high"),

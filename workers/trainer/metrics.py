@@ -9,6 +9,7 @@ Keeps true
 Experiment trackers read the log instead (`rose track`).
 """
 
+import math
 import os
 from collections import Counter as Counts
 from collections.abc import Sequence
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from rose.schemas.samples import Outcome
+from rose.schemas.arrays import unpack_logprobs
+from rose.schemas.samples import TRUNCATED, Outcome
 from rose.workers.trainer.groups import SampleStatus
-from rose.workers.trainer.selection import SelectedGroup, staleness
+from rose.workers.trainer.selection import SelectedGroup, staleness, steps_between
 
 if TYPE_CHECKING:  # imports torch, which the report of a run does not need
     from rose.workers.trainer.step import StepMetrics
@@ -62,6 +65,42 @@ IMPORTANCE = _gauge(
 CLIPPED = _gauge(
     "rose_trainer_clipped_ratio", "Share of the latest step's tokens without gradient because of the clip range."
 )
+CLIPPED_BY_SIGN = _gauge(
+    "rose_trainer_clipped_sign_ratio",
+    "Share of the latest step's tokens of one sign of the advantage without gradient because of the clip range.",
+    ["advantage"],
+)
+REJECTED = _gauge(
+    "rose_trainer_rejected_ratio", "Share of the latest step's tokens left out by their ratio of trainer to engine."
+)
+MISMATCH_KL = _gauge(
+    "rose_trainer_mismatch_kl_nats",
+    "KL divergence of engines from trainer, per token, over compared tokens of the trainer's own weights, in the "
+    "latest step that had any.",
+)
+REFERENCE_KL = _gauge(
+    "rose_trainer_reference_kl_nats",
+    "KL divergence of the trained policy from the policy of the model folder, per token, in the latest step.",
+)
+ENTROPY = _gauge(
+    "rose_trainer_entropy_nats", "Entropy of the policies that sampled the latest step's samples, per token."
+)
+TOKEN_STALENESS = _gauge(
+    "rose_trainer_token_staleness_versions", "Mean staleness of the tokens that the latest step was trained on."
+)
+TRUNCATED_SHARE = _gauge("rose_trainer_truncated_ratio", "Share of the latest step's samples that were cut off.")
+NO_ADVANTAGE = _gauge(
+    "rose_trainer_zero_advantage_ratio",
+    "Share of the latest step's usable samples whose advantage is 0, so that nothing is learned from them.",
+)
+EARLY_TOKENS = _gauge(
+    "rose_trainer_early_tokens",
+    "Sampled tokens of the step to come whose gradient is computed; always 0 without trainer.stream_gradients.",
+)
+STREAMED_TOKENS = _counter(
+    "rose_trainer_streamed_tokens_total",
+    "Sampled tokens whose gradient was computed before their step's last group was complete.",
+)
 LEARNING_RATE = _gauge("rose_trainer_learning_rate", "Learning rate of the latest step.")
 BATCH_WAIT_SECONDS = _histogram("rose_trainer_batch_wait_seconds", "Time that a step waited for its groups.")
 POLICY_WAIT_SECONDS = _histogram(
@@ -76,6 +115,10 @@ PUBLISHING_SECONDS = _histogram(
 
 for _taken in (*SampleStatus, OTHER_MODEL, DEAD_LETTER):
     SAMPLES.labels(_taken if isinstance(_taken, str) else _taken.value)
+for _unknown in (MISMATCH_KL, REFERENCE_KL, ENTROPY):
+    _unknown.set(math.nan)  # 0 would be an alarm, or hide one, before the first step
+for _sign in ("positive", "negative"):
+    CLIPPED_BY_SIGN.labels(_sign)
 for _outcome in Outcome:
     OUTCOMES.labels(_outcome.value)
 
@@ -111,8 +154,9 @@ class StepLine(msgspec.Struct, kw_only=True):
     skipped_minibatches: int = 0
     """Number of minibatches whose gradient was not finite."""
     waiting_seconds: float = 0.0
-    """Seconds of waiting for groups since the step before."""
+    """Seconds of waiting for groups since the step before, without the seconds of computing meanwhile."""
     training_seconds: float = 0.0
+    """Seconds of computing, also of what was computed while groups were awaited."""
     publishing_seconds: float = 0.0
     """Seconds of waiting for the previous version to be on the log, and of copying this one."""
     checkpoint_seconds: float | None = None
@@ -126,6 +170,30 @@ class StepLine(msgspec.Struct, kw_only=True):
     learning_rate: float | None = None
     devices: int = 1
     """Number of devices of the trainer: one for each rank."""
+    mismatch_kl: float | None = None
+    """KL divergence of the engines' policy from the trainer's, in nats per token, over tokens that the trainer's own
+    weights sampled; None if the step has no such samples. Other than `kl_behaviour`, staleness is no part of it."""
+    clipped_share_positive: float | None = None
+    """Like `clipped_share`, of the tokens with an advantage above 0; None without such tokens."""
+    clipped_share_negative: float | None = None
+    """Like `clipped_share`, of the tokens with an advantage below 0; None without such tokens."""
+    rejected_share: float | None = None
+    """Share of tokens that are left out because of their ratio of trainer to engine."""
+    kl_reference: float | None = None
+    """KL divergence of the trained policy from that of the model folder, in nats per token; None without
+    `kl_coefficient`."""
+    entropy: float | None = None
+    """Mean of -logprob, as engines recorded it, over the sampled tokens of usable samples: an unbiased estimate of the
+    entropy of the policies that sampled them, in nats per token; None without such tokens."""
+    tokens_by_staleness: dict[int, int] = {}
+    """Number of sampled tokens of trained samples by their staleness, in versions."""
+    truncated_share: float | None = None
+    """Share of the step's samples that were cut off."""
+    zero_advantage_share: float | None = None
+    """Share of usable samples whose advantage is 0, with those of groups of equal rewards; None without such
+    samples."""
+    streamed_tokens: int = 0
+    """Number of sampled tokens whose gradient was computed before the step's last group was complete."""
 
     @classmethod
     def of(
@@ -141,6 +209,7 @@ class StepLine(msgspec.Struct, kw_only=True):
         settled = [pair for group in groups for pair in zip(group.samples, group.decisions, strict=True)]
         rewarded = [sample for sample, decision in settled if decision.outcome is not Outcome.INFRA_FAILED]
         ages = [staleness(sample, before, abandoned) for group in groups for sample in group.trained]
+        usable = sum(len(group.computable) for group in groups)
         line = cls(
             step=version,
             version=version,
@@ -153,13 +222,57 @@ class StepLine(msgspec.Struct, kw_only=True):
             success_rate=_mean([sample.success for sample in rewarded if sample.success is not None]),
             staleness_mean=_mean(ages),
             staleness_max=max(ages, default=None),
+            entropy=entropy_of(groups),
+            tokens_by_staleness=tokens_by_staleness(groups, before, abandoned),
+            truncated_share=_mean([sample.ended in TRUNCATED for sample, _ in settled]),
+            zero_advantage_share=1 - done.samples_with_signal / usable if usable else None,
+            mismatch_kl=done.mismatch_kl,
         )
         if done.groups:
             line.tokens, line.loss, line.gradient_norm = done.tokens, done.loss, done.gradient_norm
             line.importance_mean, line.kl_behaviour = done.importance_mean, done.kl_behaviour
             line.clipped_share, line.skipped_minibatches = done.clipped_share, done.skipped_minibatches
-            line.learning_rate = done.learning_rate
+            line.learning_rate, line.streamed_tokens = done.learning_rate, done.streamed_tokens
+            line.clipped_share_positive = done.clipped_share_positive
+            line.clipped_share_negative = done.clipped_share_negative
+            line.rejected_share, line.kl_reference = done.rejected_share, done.kl_reference
         return line
+
+    @property
+    def token_staleness(self) -> float | None:
+        """Mean staleness of the tokens that were trained on, in versions; None without such tokens."""
+        tokens = sum(self.tokens_by_staleness.values())
+        total = sum(age * count for age, count in self.tokens_by_staleness.items())
+        return total / tokens if tokens else None
+
+
+def entropy_of(groups: Sequence[SelectedGroup]) -> float | None:
+    """Return the mean of -logprob over the sampled tokens of the groups' usable samples; None for none.
+
+    The logprobs are those that engines recorded. A token is drawn from the very distribution that gave its logprob, so
+    the mean is an unbiased estimate of the entropy of the sampling policies, at the temperatures of the turns.
+    """
+    total, tokens = 0.0, 0
+    for sample in (sample for group in groups for sample in group.computable):
+        sampled = unpack_logprobs(sample.logprobs)[np.frombuffer(sample.loss_mask, dtype=np.uint8) == 1]
+        total -= float(sampled.sum(dtype=np.float64))
+        tokens += len(sampled)
+    return total / tokens if tokens else None
+
+
+def tokens_by_staleness(
+    groups: Sequence[SelectedGroup], version: int, abandoned: Sequence[tuple[int, int]]
+) -> dict[int, int]:
+    """Return the number of sampled tokens of trained samples by their own staleness under policy `version`.
+
+    A sample may have tokens of several versions. `abandoned` as in `select_samples`.
+    """
+    counts: Counts[int] = Counts()
+    for sample in (sample for group in groups for sample in group.trained):
+        mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
+        for span in sample.spans:
+            counts[steps_between(span.version, version, abandoned)] += int(mask[span.start : span.end].sum())
+    return dict(sorted(counts.items()))
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -195,12 +308,23 @@ class PrometheusSink:
             (BEHAVIOUR_KL, values.kl_behaviour),
             (IMPORTANCE, values.importance_mean),
             (CLIPPED, values.clipped_share),
+            (CLIPPED_BY_SIGN.labels("positive"), values.clipped_share_positive),
+            (CLIPPED_BY_SIGN.labels("negative"), values.clipped_share_negative),
+            (REJECTED, values.rejected_share),
+            (MISMATCH_KL, values.mismatch_kl),
+            (REFERENCE_KL, values.kl_reference),
+            (ENTROPY, values.entropy),
+            (TOKEN_STALENESS, values.token_staleness),
+            (TRUNCATED_SHARE, values.truncated_share),
+            (NO_ADVANTAGE, values.zero_advantage_share),
             (LEARNING_RATE, values.learning_rate),
         ):
             if value is not None:
                 gauge.set(value)
         STEPS.inc()
         TOKENS.inc(values.tokens)
+        STREAMED_TOKENS.inc(values.streamed_tokens)
+        EARLY_TOKENS.set(0)
         SKIPPED.inc(values.skipped_minibatches)
         BATCH_WAIT_SECONDS.observe(values.waiting_seconds)
         POLICY_WAIT_SECONDS.observe(values.publishing_seconds)

@@ -3,6 +3,8 @@
 Keeps true
 - Every method is called on all ranks with the same arguments, and has the same result or agreed exception on all.
 - `undo` restores the state that was saved or restored last, bit for bit.
+- Groups that are added early are computed once, if the step is on them. A fault among them is no fault of the step:
+  the step computes all groups, and meets the fault again.
 - With one process and float32, weights are plain tensors, without a process group. Otherwise FSDP2 shards them: master
   weights, gradients and optimizer state are float32, each rank holds its rows, and a layer's weights are whole only
   while the layer computes.
@@ -29,9 +31,11 @@ from rose.schemas.errors import RoseError, UsageError
 from rose.workers.trainer.algorithms import AlgorithmError, StepAlgorithm, TrainingSample, make_algorithm
 from rose.workers.trainer.checkpoint import Checkpoints, Progress
 from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.early_gradients import EarlyGradients, begins_with
 from rose.workers.trainer.logprobs import LogprobModule
 from rose.workers.trainer.optimizer import make_optimizer, make_schedule
 from rose.workers.trainer.packing import pack_passes, pad_passes
+from rose.workers.trainer.passes import Passes
 from rose.workers.trainer.policy import load_policy
 from rose.workers.trainer.ranks import ALONE, FailedOnARank, Ranks
 from rose.workers.trainer.step import StepMetrics, dry_run_group, dry_run_policy, train_step
@@ -90,6 +94,10 @@ class Replica:
         self._schedule = make_schedule(self.optimizer, config)
         self._saved: tuple[Checkpoints, Progress] | None = None
         self._groups: list[list[TrainingSample]] = []
+        self.early_groups: list[list[TrainingSample]] = []
+        """The groups that were added since the last step."""
+        self._early: EarlyGradients | None = None
+        """The gradients of `early_groups`; None if there are none, or one of the groups failed."""
 
     @property
     def schedule_steps(self) -> int:
@@ -99,6 +107,7 @@ class Replica:
     def restore(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Restore the state that a checkpoint has. Raises CheckpointRefused."""
         checkpoints.restore(progress, self.model, self.optimizer)
+        self.early_groups, self._early = [], None
         self._schedule = make_schedule(self.optimizer, self._config, steps=progress.schedule_steps)
         self._saved = checkpoints, progress
 
@@ -111,6 +120,29 @@ class Replica:
         """Restore the state that was saved or restored last."""
         assert self._saved is not None, "save or restore a checkpoint first"
         self.restore(*self._saved)
+
+    @property
+    def early_tokens(self) -> int:
+        """Number of sampled tokens of a step that is not whole yet whose gradient is computed."""
+        return 0 if self._early is None else self._early.tokens
+
+    def add_early(self, group: list[TrainingSample]) -> None:
+        """Compute the gradient of the next group of a step that is not whole yet, as `EarlyGradients` does.
+
+        Raises if no group is at fault.
+        """
+        self.early_groups.append(group)
+        if len(self.early_groups) == 1:
+            self._early = EarlyGradients(self._passes())
+        if self._early is None:
+            return
+        try:
+            self._early.add(group)
+        except Exception as error:  # see `_fit`
+            if self._is_fatal(error):
+                raise
+            log.warning("early_gradients_dropped", reason=repr(error))
+            self._early = None
 
     def fit(
         self,
@@ -126,6 +158,9 @@ class Replica:
         raises if no group is at fault.
         """
         self._groups = [list(group) for group in groups]
+        if not begins_with(self._groups, self.early_groups):
+            self._early = None
+        self.early_groups = []
         train_on = partial(self._train_on, version=version, compared=compared, since=since)
         fitted = self._fit(train_on, version)
         if fitted.metrics.tokens:
@@ -158,7 +193,13 @@ class Replica:
         return _out_of_memory(error) or (isinstance(error, RoseError) and not isinstance(error, AlgorithmError))
 
     def _train_on(self, groups: Sequence[Sequence[TrainingSample]], **checked: Any) -> StepMetrics:
-        return train_step(
+        early, self._early = self._early, None
+        streamed = 0 if early is None else early.tokens
+        if self._config.stream_gradients:
+            early = early or EarlyGradients(self._passes())
+            for group in groups[len(early.groups) :]:
+                early.add(group)
+        metrics = train_step(
             self._module,
             self.optimizer,
             groups,
@@ -166,8 +207,17 @@ class Replica:
             config=self._config,
             reference=self._reference,
             ranks=self.ranks,
+            early=early,
             **checked,
         )
+        if metrics.used_early:
+            metrics.streamed_tokens = streamed
+        elif early is not None:
+            log.warning("early_gradients_dropped", reason="the algorithm gives the whole step other advantages")
+        return metrics
+
+    def _passes(self) -> Passes:
+        return Passes(self._module, self._algorithm, self._config, self.ranks, self._reference)
 
     def _try_group(self, group: Sequence[TrainingSample]) -> Exception | None:
         try:

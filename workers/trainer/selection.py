@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from rose.schemas.arrays import logprob_error, unpack_logprobs, unpack_tokens
 from rose.schemas.errors import RecordError, message_of
 from rose.schemas.prompts import sampling_error
-from rose.schemas.samples import TRUNCATED, Outcome, Sample, SampleOutcome
+from rose.schemas.samples import TRUNCATED, Ending, Outcome, Sample, SampleOutcome
 from rose.workers.trainer.groups import CompleteGroup
 
 LEAST_TO_COMPARE = 2
@@ -71,6 +71,7 @@ class SampleDecision:
 TRAINED = SampleDecision(Outcome.TRAINED)
 EQUAL = SampleDecision(Outcome.FILTERED, "all rewards of its group are equal")
 ALONE = SampleDecision(Outcome.FILTERED, "alone in its group")
+SURPLUS = SampleDecision(Outcome.SURPLUS, "ended early: enough others of its group had ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,13 @@ def _not_trained(group: SelectedGroup, reason: str) -> SelectedGroup:
     return SelectedGroup(group.group_id, group.samples, decisions)
 
 
-def outcomes_of(groups: Iterable[SelectedGroup], *, step: int, policy_version: int, now: float) -> list[SampleOutcome]:
-    """The outcome records of these groups. `now`: Unix seconds."""
+def outcomes_of(
+    groups: Iterable[SelectedGroup], *, step: int, policy_version: int, oldest_fresh: int = 0, now: float
+) -> list[SampleOutcome]:
+    """The outcome records of these groups. `now`: Unix seconds.
+
+    `oldest_fresh`: a trajectory with an older token is ended early; 0: none is.
+    """
     return [
         SampleOutcome(
             trajectory_id=sample.trajectory_id,
@@ -149,6 +155,7 @@ def outcomes_of(groups: Iterable[SelectedGroup], *, step: int, policy_version: i
             step=step,
             policy_version=policy_version,
             reason=decision.reason,
+            oldest_fresh=oldest_fresh,
             recorded_at=now,
         )
         for group in groups
@@ -166,6 +173,11 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
 def _decide(
     sample: Sample, version: int, *, rules: SelectionRules, abandoned: Sequence[tuple[int, int]]
 ) -> SampleDecision:
+    if sample.ended is Ending.SURPLUS:
+        return SURPLUS
+    too_old = f"sampled under version {sample.oldest_version}, the trainer is at {version}"
+    if sample.ended is Ending.STALE:
+        return SampleDecision(Outcome.STALE, f"{too_old}; ended early")
     failure = sample_error(sample, vocabulary=rules.vocabulary, context_tokens=rules.context_tokens)
     if failure:
         return SampleDecision(Outcome.INFRA_FAILED, failure)
@@ -177,9 +189,7 @@ def _decide(
             reason = f"sampled under version {lost[0]}; the run has gone back behind version {first}"
             return SampleDecision(Outcome.SUPERSEDED, reason)
     if staleness(sample, version, abandoned) > rules.max_staleness:
-        return SampleDecision(
-            Outcome.STALE, f"sampled under version {sample.oldest_version}, the trainer is at {version}"
-        )
+        return SampleDecision(Outcome.STALE, too_old)
     if rules.leave_out_truncated and sample.ended in TRUNCATED:
         return SampleDecision(
             Outcome.FILTERED, f"it was cut off ({sample.ended.value}), and truncated samples are left out"
@@ -199,6 +209,15 @@ def steps_between(since: int, version: int, abandoned: Sequence[tuple[int, int]]
     version before the range.
     """
     return max(0, version - since - sum(last - first + 2 for first, last in abandoned if since < first))
+
+
+def oldest_fresh_version(version: int, abandoned: Sequence[tuple[int, int]], *, max_staleness: int) -> int:
+    """The oldest version of which a sample may still be trained on at `version`: the inverse of `steps_between`."""
+    oldest = version - max_staleness
+    for first, last in sorted(abandoned, reverse=True):
+        if oldest <= last + 1:  # the policy of version last + 1, which is that of first - 1, is still fresh
+            oldest -= last - first + 2
+    return max(0, oldest)
 
 
 def still_relevant(

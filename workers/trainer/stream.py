@@ -26,7 +26,7 @@ Example (any trainer)
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 from types import TracebackType
@@ -171,11 +171,17 @@ class SampleStream:
         if self._stop.is_set():
             raise StreamStopped
 
-    def take(self, count: int) -> tuple[CompleteGroup, ...]:
+    def take(
+        self, count: int, *, on_complete: Callable[[CompleteGroup], None] | None = None
+    ) -> tuple[CompleteGroup, ...]:
         """Wait for the next `count` groups, in the order in which they became complete.
+
+        `on_complete` is called with the first of these groups, in the same order, while the others are awaited. If the
+        run ends meanwhile, because a prompt was refused, fewer of them may be returned.
 
         Returns fewer groups if the run has fewer left, and none if the run has ended or `stop` is set. Raises BusError.
         """
+        seen = 0
         while not self._stop.is_set():
             left = self._total - len(self._ended_groups | self._handed_out)
             target = min(count, left) if self._total else count
@@ -185,7 +191,11 @@ class SampleStream:
                 groups = self._assembly.take(target)
                 self._handed_out.update(group.group_id for group in groups)
                 return groups
-            for item in self._reader.read(BATCH, LOOK_SECONDS):
+            longest = LOOK_SECONDS
+            if on_complete is not None and (more := self._assembly.peek(seen + 1, after=seen)):
+                on_complete(more[0])
+                seen, longest = seen + 1, 0.0
+            for item in self._reader.read(BATCH, longest):
                 self._on_item(item)
             HEALTH.report("waits for groups")
             metrics.HELD_SAMPLES.set(self._assembly.held_samples)

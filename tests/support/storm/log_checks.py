@@ -144,6 +144,10 @@ class Log:
     other_letters: Counter[str] = field(default_factory=Counter)
     """Dead letters of other topics."""
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    withdrawn: set[tuple[str, int]] = field(default_factory=set)
+    """Turns whose requests were withdrawn."""
+    held: set[tuple[str, int]] = field(default_factory=set)
+    """Turns that were on hold, and were requested again."""
     dispatches: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Number of dispatches of each turn."""
     results: int = 0
@@ -185,11 +189,16 @@ def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
             continue  # a tombstone has no turn
         elif found.topic == name(REQUESTED):
             turn = found.record["trajectory_id"], found.record["turn"]
+            if found.record.get("withdrawn") or found.record.get("hold"):
+                (log.withdrawn if found.record["withdrawn"] else log.held).add(turn)
+                continue
             log.requests[turn] += 1
             asked_at.setdefault(turn, found.at)
             if turn[1] > 0:
                 log.applied_at.append(found.at)
         elif found.topic == name(DISPATCHED):
+            if found.record.get("withdrawn"):
+                continue
             request = found.record["request"]
             turn = request["trajectory_id"], request["turn"]
             attempts[turn].add(found.record["attempt"])
@@ -244,15 +253,15 @@ def _of_outcomes(plan: Plan, log: Log) -> Iterator[str]:
 
 
 def of_turns(log: Log) -> Iterator[str]:
-    """Check that each turn was requested once, and that each requested turn is in its sample once."""
+    """Check that each turn was requested once, and is in its sample once unless its request was withdrawn."""
     for (trajectory, turn), many in sorted(log.requests.items()):
-        if many > 1:
+        if many > 1 and (trajectory, turn) not in log.held:
             yield f"turn {turn} of {trajectory} was asked for {many} times"
     for trajectory, many in sorted(log.samples.items()):
         if many > 1:
             yield f"{trajectory} has {many} samples"
     requested: dict[str, list[int]] = defaultdict(list)
-    for trajectory, turn in sorted(log.requests):
+    for trajectory, turn in sorted(log.requests.keys() - log.withdrawn):
         requested[trajectory].append(turn)
     for trajectory, turns in sorted(log.sample_turns.items()):
         if turns != requested[trajectory]:

@@ -17,6 +17,7 @@ from itertools import cycle, islice
 from typing import TypeAlias
 
 from rose.topics.catalog import inbox_slot
+from rose.workers.environments.config import members_to_open
 from tests.support.storm.lines import Line, LineKind, Lines
 from tests.support.storm.shape import Shape
 
@@ -100,8 +101,10 @@ class Plan:
 
     @property
     def groups(self) -> dict[str, int]:
-        """Return every requested group and its size."""
-        return {line.group_id: line.group_size for line in self.lines if line.sort is LineKind.GOOD}
+        """Return every requested group and the number of trajectories with which the group is opened."""
+        ratio = self.shape.members_ratio
+        good = [line for line in self.lines if line.sort is LineKind.GOOD]
+        return {line.group_id: members_to_open(line.group_size, ratio) for line in good}
 
     @property
     def refused(self) -> int:

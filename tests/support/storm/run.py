@@ -74,6 +74,8 @@ cells = {partitions.cells}
 max_turn_tokens = 16
 max_context_tokens = 256
 window_groups = 8
+members_ratio = {members_ratio}
+groups_ratio = {groups_ratio}
 step_timeout_seconds = 8.0
 environments = ["storm_environments:Blocking"]
 import_paths = ["{imports}"]
@@ -99,6 +101,7 @@ margin_seconds = 0.5
 groups_per_step = {groups_per_step}
 total_groups = {total_groups}
 minibatches = 1
+max_staleness = 8
 """
 
 
@@ -212,6 +215,8 @@ def _configure(folder: Path, plan: Plan) -> Path:
         groups_per_step=GROUPS_PER_STEP,
         total_groups=len(plan.groups) + plan.refused,
         ranks=plan.shape.ranks,
+        members_ratio=plan.shape.members_ratio,
+        groups_ratio=plan.shape.groups_ratio,
         environment=", ".join(f'{name} = "{value}"' for name, value in SERVING.items()),
     )
     path.write_text(summary)

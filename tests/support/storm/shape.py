@@ -21,6 +21,8 @@ class Shape:
     round_seconds: float = 50.0
     groups_per_second: float = 1.5
     group_size: int = 4
+    members_ratio: float = 1.25
+    groups_ratio: float = 1.5
     blocking_groups: int = 2
 
     @property

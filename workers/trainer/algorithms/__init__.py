@@ -117,6 +117,9 @@ class TokenLoss:
     clipped: Tensor | None = None
     """True where a sampled token has no gradient because of a bound of the algorithm. Shape (rows, tokens), bool; for
     the metric `clipped_share` only. None if the algorithm has no such bound."""
+    rejected: Tensor | None = None
+    """True where a sampled token is left out because of its ratio of trainer to engine; also True in `clipped`. Shape
+    (rows, tokens), bool; for the metric `rejected_share` only. None if the algorithm leaves no token out so."""
 
 
 class Algorithm(Protocol):
@@ -211,8 +214,9 @@ def checked_loss(algorithm: Algorithm, batch: TokenBatch) -> TokenLoss:
         raise AlgorithmError(f"{name}, and returned a {type(found).__name__}")
     if not isinstance(found.summed, Tensor) or found.summed.shape != () or not found.summed.requires_grad:
         raise AlgorithmError(f"{name} whose `summed` is a scalar tensor computed from `batch.logprobs`")
-    if found.clipped is not None and found.clipped.shape != batch.loss_mask.shape:
-        raise AlgorithmError(f"{name} whose `clipped` has the shape of `batch.loss_mask`")
+    for field, marked in (("clipped", found.clipped), ("rejected", found.rejected)):
+        if marked is not None and marked.shape != batch.loss_mask.shape:
+            raise AlgorithmError(f"{name} whose `{field}` has the shape of `batch.loss_mask`")
     return found
 
 
@@ -241,6 +245,8 @@ def make_algorithm(config: TrainerConfig) -> Algorithm:
         if wrong := _method_error(algorithm):
             raise UnknownAlgorithm(f"algorithm {name!r}: {type(algorithm).__name__} {wrong}")
         _try(algorithm)
+        if config.stream_gradients:
+            _require_advantages_of_groups(algorithm)
     except RoseError:
         raise
     except (Exception, SystemExit) as error:  # a user's class may raise anything
@@ -301,6 +307,29 @@ def _try(algorithm: Algorithm) -> None:
         raise AlgorithmError(
             f"{type(algorithm).__name__}.loss gives {whole:g} for two trajectories, and {rows[0]:g} and {rows[1]:g} "
             "for each alone, so what is learned would depend on microbatches: make `summed` a sum over tokens, no mean"
+        )
+
+
+def _require_advantages_of_groups(algorithm: Algorithm) -> None:
+    """Try whether the advantages of a group depend on the other groups of the step. Raises UnknownAlgorithm."""
+    groups = [
+        [
+            TrainingSample(
+                tokens=[0] * (2 + number),
+                loss_mask=[0] + [1] * (1 + number),
+                behaviour_logprobs=[-1.0] * (2 + number),
+                temperatures=[1.0] * (2 + number),
+                reward=reward,
+            )
+            for reward in rewards
+        ]
+        for number, rewards in enumerate(([0.0, 1.0], [0.0, 1.0, 3.0]))
+    ]
+    alone = [step_advantages(algorithm, [group])[0] for group in groups]
+    if step_advantages(algorithm, groups) != alone:
+        raise UnknownAlgorithm(
+            f"{type(algorithm).__name__}.step_advantages compares all samples of a step, so no gradient can be "
+            "computed before the step's last group: set trainer.stream_gradients to false"
         )
 
 

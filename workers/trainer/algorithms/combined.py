@@ -53,12 +53,12 @@ class Combined(StepAlgorithm):
         losses, clipped = self._loss(batch, self._config)
         if self.needs_reference:
             losses = losses + self._config.kl_coefficient * reference_divergence(batch)
-        if self._config.rejects:
-            left_out = rejected(batch, self._config)
+        left_out = rejected(batch, self._config) if self._config.rejects else None
+        if left_out is not None:
             losses, clipped = torch.where(left_out, 0.0, losses), clipped | left_out
         if self._parts.aggregation == "sequence":
             losses = losses / batch.loss_mask.sum(-1, keepdim=True).clamp(min=1)
-        return TokenLoss(losses.sum(), clipped)
+        return TokenLoss(losses.sum(), clipped, left_out)
 
     def denominator(self, *, tokens: int, sequences: int) -> float:
         """Return what the sum of a minibatch's losses is divided by.
