@@ -2,7 +2,7 @@
 
 Keeps true
 - An environment is loaded, run and supervised by the code that a worker uses: what works here works there.
-- Time in which this process itself was frozen counts as little as it does in a worker.
+- Time in which this process was frozen, or another one had no core to run on, does not count as a block.
 """
 
 import threading
@@ -93,8 +93,8 @@ class Player:
         self.cold_silence = Silence()
         """The longest silence before the first answer, when an environment may load what it needs."""
         self._runners: list[Runner] = []
-        self._heard: dict[int, tuple[int, float]] = {}
-        """Heartbeats and silent seconds of each runner."""
+        self._heard: dict[int, tuple[int, float, float]] = {}
+        """Heartbeats and silent seconds of each runner, and the seconds for which it has waited for a core so far."""
         self._looked_at = time.monotonic()
         self._warm = False
         self._lives = 0
@@ -184,13 +184,14 @@ class Player:
     def _look(self) -> None:
         now = time.monotonic()
         passed, self._looked_at = min(now - self._looked_at, LONGEST_LOOK_SECONDS), now
-        for runner in self._runners:
-            beats, silent = self._heard.get(id(runner), (-1, 0.0))
+        for runner in self._processes():
+            beats, silent, waited = self._heard.get(id(runner), (-1, 0.0, 0.0))
+            now_waited = waited_seconds(runner.guard)
             if not runner.ready or runner.exit_reason or runner.heartbeats != beats:
-                self._heard[id(runner)] = runner.heartbeats, 0.0
+                self._heard[id(runner)] = runner.heartbeats, 0.0, now_waited
                 continue
-            silent += passed
-            self._heard[id(runner)] = beats, silent
+            silent += max(0.0, passed - max(0.0, now_waited - waited))
+            self._heard[id(runner)] = beats, silent, now_waited
             longest = self.silence if self._warm else self.cold_silence
             if silent > longest.seconds:
                 longest.seconds, longest.job = silent, runner.current_job()
@@ -237,6 +238,14 @@ def holdings_of(guard: int) -> Holdings:
             memory_bytes=int(status["RssAnon"].split()[0]) * 1024,
         )
     return NOTHING
+
+
+def waited_seconds(guard: int) -> float:
+    """Return how long the main thread of the environments' process has been ready to run without a core."""
+    with suppress(OSError, ValueError, IndexError):
+        process = _children(guard)[0]
+        return int(Path(f"/proc/{process}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
+    return 0.0
 
 
 def _children(pid: int) -> list[int]:
