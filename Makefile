@@ -26,12 +26,16 @@ OWN := pipeline schemas topics workers
 # Triton has a folder of its own: vLLM looks for the package, and is tested without the package on a CPU.
 TRITON := $(VENV)/triton
 
+# These extras name other versions than vLLM of packages that both need, so each has an environment of its own.
+APART := openenv verifiers
+EXTRAS = $(shell $(PYTHON) -c 'import tomllib; print(*("--extra " + name for name in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"] if name not in "$(APART)".split()))')
+
 # Image builder with its flags, and registry prefix of the images. deploy/images documents the build arguments.
 BUILD ?= docker build
 REPOSITORY ?= rose
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup demo test test-long test-triton lint requirements wheel images
+.PHONY: help setup demo test test-long test-triton test-adapters lint requirements wheel images
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -63,6 +67,14 @@ test-triton: $(READY) ## test the codec's GPU kernels in Triton's interpreter; d
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(VENV)/bin/python -m pytest \
 		tests/unit/test_weights_triton.py tests/unit/test_weights_gpu_changes.py $(PYTEST)
 
+test-adapters: $(READY) $(APART:%=$(VENV)/%/.ready) ## test the adapters whose packages need environments of their own
+	$(VENV)/bin/python -m pytest $(APART:%=tests/integration/test_%.py) $(PYTEST)
+
+$(VENV)/%/.ready: pyproject.toml | $(READY)
+	test -x $(VENV)/$*/bin/python || $(VENV)/bin/uv venv --quiet --python $(PYTHON) $(VENV)/$*
+	$(UV) pip install --quiet --python $(VENV)/$*/bin/python --editable '.[$*]'
+	touch $@
+
 lint: $(READY) ## check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -81,5 +93,5 @@ images: wheel ## build the images light, engine and trainer; BUILD='buildah bud'
 
 requirements: ## compile requirements.txt from pyproject.toml
 	test -x $(VENV)/bin/uv || { $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install --quiet 'uv>=0.13,<1'; }
-	$(UV) pip compile pyproject.toml --quiet --upgrade --all-extras --python-version 3.11 $(TORCH) \
+	$(UV) pip compile pyproject.toml --quiet --upgrade $(EXTRAS) --python-version 3.11 $(TORCH) \
 		--no-emit-find-links --no-emit-index-url --no-annotate --no-header --output-file requirements.txt

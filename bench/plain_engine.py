@@ -74,7 +74,7 @@ def sample_trajectories(
 async def _reset(trajectories: Sequence[SampledTrajectory], tasks: Sequence[Task], turn_format: TurnFormat) -> None:
     for trajectory, task in zip(trajectories, tasks, strict=True):
         observation = await trajectory.environment.reset(task.seed, task.arguments)
-        for token in turn_format.observation_tokens(observation, first=True):
+        for token in turn_format.first_tokens(observation):
             trajectory.append(token, mask=0, logprob=0.0)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rose.pipeline.cli.environment import MOST_NUMBER, environment
 from rose.pipeline.cli.replay import replay, why
 from rose.pipeline.cli.samples import samples
 from rose.pipeline.cli.simulator import calibrate, estimate, simulate
@@ -30,9 +31,6 @@ from rose.pipeline.terminal import (
 from rose.schemas.errors import RoseError, ThreadRefused, UsageError, is_start_refused
 from rose.schemas.setting_bounds import MAX_FINISH_SECONDS
 
-MOST_NUMBER = 65_535
-"""Largest number of a process of one kind."""
-
 RUNNING, ROLES, LOOKING = "Run", "Roles, one process each", "Look"
 
 app = typer.Typer(
@@ -43,6 +41,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 dlq = typer.Typer(help="List dead letters, show one, send one back.", no_args_is_help=True)
+app.add_typer(environment, name="environment", rich_help_panel=ROLES)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 app.add_typer(dlq, name="dlq", rich_help_panel=LOOKING)
 app.add_typer(samples, name="samples", rich_help_panel=LOOKING)
@@ -149,18 +148,6 @@ def export(
     from rose.pipeline.cli.run_commands import export_run
 
     export_run(common, target)
-
-
-@app.command(rich_help_panel=ROLES)
-@with_common
-def environment(
-    common: Common,
-    number: Annotated[int, number_option("Number of this environment worker.")] = 0,
-) -> None:
-    """Run an environment worker, which opens groups, steps environments and requests turns."""
-    from rose.pipeline.cli.roles import run_environment
-
-    run_environment(common, number)
 
 
 @app.command(rich_help_panel=ROLES)

@@ -87,8 +87,8 @@ def code(text: str) -> str:
 CLI_INTRODUCTION = f"""The command `rose` runs every role, and looks at runs. `rose COMMAND --help` prints the same
 texts. The exit status is 0 for success, 1 for a failure or a finding, 2 for a usage error.
 
-All commands except `keys`, `calibrate`, `estimate`, `simulate`, `health` and `topics prompt-schema` take the options
-of the section [{PANEL}](#{{anchor}})."""
+All commands except `keys`, `calibrate`, `estimate`, `simulate`, `health`, `topics prompt-schema` and
+`environment check` take the options of the section [{PANEL}](#{{anchor}})."""
 
 
 def cli_page() -> str:
@@ -112,6 +112,8 @@ def _commands(name: str, group: Any, panel: str = "") -> Iterator[tuple[str, str
     """Yield name, panel and parser of every command below a group."""
     for own_name, command in group.commands.items():
         own_panel = panel or command.rich_help_panel
+        if getattr(command, "invoke_without_command", False):
+            yield f"{name} {own_name}", own_panel, command
         if hasattr(command, "commands"):
             yield from _commands(f"{name} {own_name}", command, own_panel)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
+from rose.schemas.errors import UsageError
 from rose.topics.errors import BrokerUnreachable
 from rose.topics.health import HEALTH
 from rose.topics.settings import BusSettings
@@ -192,6 +193,47 @@ def test_module_that_exits_at_import_is_refused_at_worker_start(
     assert repr(name) in str(refused.value) and says in str(refused.value)
     assert [each["names"] for each in logs if each["event"] == "environments_loading"] == [[name]]
     assert HEALTH.status.sentence == f"loads {name}" and not HEALTH.status.ready
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (None, "cannot be run"),
+        (
+            "echo \"No module named 'rose'\" >&2; exit 1",
+            "cannot import ROSE (No module named 'rose'): install rose-rollouts",
+        ),
+        ("echo 0.0.1", "has rose-rollouts 0.0.1, and the worker"),
+    ],
+    ids=["missing", "without rose", "other version"],
+)
+def test_interpreter_that_cannot_run_environments_is_refused_at_worker_start(
+    folder: Path, tmp_path: Path, script: str | None, says: str
+) -> None:
+    python = tmp_path / "python"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    config = EnvironmentConfig(model_folder=folder, environments=("plain:Wild",), python=python)
+    with pytest.raises(UsageError, match=r"environment\.python") as refused:
+        run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
+    assert says in str(refused.value)
+
+
+@pytest.mark.slow
+def test_environment_runs_with_the_interpreter_of_the_configuration(folder: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport OWN_INTERPRETER=1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "asks.py").write_text(
+        "import os\nassert os.environ['OWN_INTERPRETER']\nfrom tests.support.misbehaving_environment import Wild\n"
+    )
+    root = Path(__file__).parents[2]
+    config = EnvironmentConfig(
+        model_folder=folder, environments=("asks:Wild",), import_paths=(tmp_path, root), python=python
+    )
+    with pytest.raises(BrokerUnreachable):  # raised once the environment is loaded
+        run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
 
 
 ENDS = """

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jinja2 import Template
 from tokenizers import AddedToken, Tokenizer
 
-from rose.workers.environments.turn_format import TurnFormat, TurnFormatError, misspelt
+from rose.workers.environments.misspelt_marks import misspelt
+from rose.workers.environments.turn_format import TurnFormat, TurnFormatError
 from tests.support.scripted_executors import END, model_folder
 from tests.support.tokenizer_fixtures import (
     CHATML,

@@ -74,6 +74,10 @@ class EnvironmentConfig:
     """Your own environments (`package.module:Class`) that prompts may name, in addition to the built-in ones."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own environments from, before the installed packages."""
+    python: Path | None = None
+    """Interpreter of the processes in which environments run, such as `.venv-verifiers/bin/python`; default: that of
+    the worker. ROSE must be installed for it in the worker's version. Environments may need other packages than
+    vLLM."""
     max_processes: int = 4
     """Most processes or threads for one kind of environments. One runs all of them; further ones are started while it
     is blocked, or to find the environment that ends it."""
@@ -117,6 +121,7 @@ class EnvironmentConfig:
             "sandbox_store_seconds must be from 1 to 604800": 1 <= self.sandbox_store_seconds <= LONGEST_SECONDS,
             "sandbox_bytes_per_second must be from 2^16 to 2^40": 2**16 <= self.sandbox_bytes_per_second <= 2**40,
             "isolation must be auto, process or thread": self.isolation in ISOLATIONS,
+            "isolation must be auto or process where python is set": self.python is None or self.isolation != "thread",
         }
         for sentence, holds in in_range.items():
             if not holds:

@@ -2,10 +2,13 @@
 
 import functools
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 
 import structlog
 
@@ -29,6 +32,9 @@ from rose.workers.environments.turn_format import TurnFormat
 from rose.workers.environments.worker import EnvironmentWorker
 from rose.workers.import_path import with_import_paths
 from rose.workers.tokenizer import vocabulary_of
+
+PROCESS = "rose.workers.environments.runner_server"
+"""Module that a process of environments imports first."""
 
 EXIT_SECONDS = 5.0
 """Time that the process may take to end after the worker has ended."""
@@ -55,9 +61,9 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
         memory_bytes=config.process_memory_bytes,
         max_runners=config.max_processes,
     )
-    stage = RunnerPool(_runners(config, turn_format, limits), limits)
+    stage = RunnerPool(runners_of(config, turn_format, limits), limits)
     try:
-        check = _allowed(config, stage, stop)
+        check = begin_environments(config, stage, stop)
         connect(settings)
         sampling = Sampling(
             temperature=config.temperature,
@@ -104,8 +110,11 @@ def _in_process(config: EnvironmentConfig, name: str) -> bool:
     return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
 
 
-def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerLimits) -> NewRunner:
-    """Return a function that makes the runner of a kind of environments."""
+def runners_of(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerLimits) -> NewRunner:
+    """Return a function that makes the runner of a kind of environments. Raises UsageError."""
+    own_folders = [str(path.resolve()) for path in config.import_paths]
+    if config.python is not None:
+        _check_python(config.python)
 
     def new_runner(name: str, answer: ResultCallback, life: int) -> Runner:
         if not _in_process(config, name):
@@ -113,17 +122,39 @@ def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: RunnerL
         kind = ProcessSetup(
             environment=name,
             model_folder=str(config.model_folder.resolve()),
-            import_paths=with_import_paths(config.import_paths),
+            import_paths=with_import_paths(config.import_paths) if config.python is None else own_folders,
+            own_python=config.python is not None,
             limits=limits,
             generation=life,
             sandboxes=_sandbox_settings(config),
         )
-        return ProcessRunner(kind, answer)
+        return ProcessRunner(kind, answer, python=str(config.python.absolute()) if config.python else sys.executable)
 
     return new_runner
 
 
-def _allowed(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event) -> Callable[[str], None]:
+def _check_python(python: Path) -> None:
+    """Raises UsageError if the interpreter cannot run environments of this worker."""
+    own, ask = (
+        version("rose-rollouts"),
+        f"import {PROCESS}; import importlib.metadata as m; print(m.version('rose-rollouts'))",
+    )
+    try:
+        asked = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UsageError(
+            f"environment.python: {python} cannot be run ({error.strerror}): name an interpreter"
+        ) from None
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or [f"it ends with status {asked.returncode}"])[-1]
+        raise UsageError(
+            f"environment.python: {python} cannot import ROSE ({last}): install rose-rollouts {own} for it"
+        )
+    if (found := asked.stdout.strip()) != own:
+        raise UsageError(f"environment.python: {python} has rose-rollouts {found}, and the worker {own}: install {own}")
+
+
+def begin_environments(config: EnvironmentConfig, stage: RunnerPool, stop: threading.Event) -> Callable[[str], None]:
     """Return a check that refuses names other than built-in ones and those of the configuration.
 
     A prompt comes from the bus: importing any name in a prompt would run code that the sender of the prompt chose.

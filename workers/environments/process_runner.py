@@ -46,13 +46,15 @@ class ProcessRunner:
 
     killable = True
 
-    def __init__(self, kind: ProcessSetup, answer: ResultCallback) -> None:
-        """Start the process.
+    def __init__(self, kind: ProcessSetup, answer: ResultCallback, *, python: str = sys.executable) -> None:
+        """Start the process with this interpreter.
 
         `answer` is called on a thread of its own.
         """
         self.ready = False
         self.exit_reason: str | None = None
+        self.exit_unasked = False
+        """Whether the process ended although the worker had not asked it to; known with `exit_reason`."""
         self.load_error: str | None = None
         """Why the process could not begin, as the process reported it; None otherwise."""
         self._reported_reason = ""
@@ -69,7 +71,7 @@ class ProcessRunner:
         try:
             self._process = subprocess.Popen(
                 [
-                    sys.executable,
+                    python,
                     "-P",
                     "-c",
                     f"from rose.workers.environments.runner_process import main; main{handed}",
@@ -112,6 +114,11 @@ class ProcessRunner:
         """Close all environments of earlier generations."""
         self._jobs.clear()
         self._send("begin_generation", generation)
+
+    @property
+    def guard(self) -> int:
+        """Process id of the guard, the parent of the environments' process."""
+        return self._process.pid
 
     @property
     def heartbeats(self) -> int:
@@ -172,6 +179,7 @@ class ProcessRunner:
             intrusion = f" wrote to ROSE's own line ({type(error).__name__})"
             self.kill()
         status = self._process.wait()
+        self.exit_unasked = bool(intrusion) or not self._leaving
         self.kill()
         self._to_say.put(None)
         self._line.close()

@@ -37,6 +37,27 @@ class LifeCycleError(RuntimeError):
     """A call out of order: `step` before `reset`, or after the last step. A bug of the caller."""
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages. Which of them a policy knows is said by its chat template."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a first observation."""
+
+    role: str
+    """One of ROLES."""
+    content: str
+
+
+class FirstObservation(msgspec.Struct, frozen=True, kw_only=True):
+    """A first observation of more than one user's message: a system prompt, examples, tools."""
+
+    messages: tuple[Message, ...]
+    """Messages in order. The last one is not the assistant's: the policy speaks next."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Functions that the policy may call, as OpenAI's API declares them: `{"type": "function", "function": {...}}`."""
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one action."""
 
@@ -55,8 +76,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class Environment(Protocol):
     """Runs one task at a time. An instance is used by one trajectory, and is never called concurrently."""
 
-    async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
-        """Begin the task of this seed; return the first observation. Raises EnvironmentArgumentError."""
+    async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str | FirstObservation:
+        """Begin the task of this seed; return the first observation. Raises EnvironmentArgumentError.
+
+        A text is a user's message.
+        """
         ...
 
     async def step(self, action: str) -> Step:
@@ -94,6 +118,31 @@ def check_observation(value: object, method: str) -> str:
             "no UTF-8 text can hold: replace it, as with text.encode(errors='replace').decode()"
         ) from None
     return value
+
+
+def check_first_observation(value: object) -> str | FirstObservation:
+    """Return the first observation if it is valid. Raises ProtocolViolation."""
+    if not isinstance(value, FirstObservation):
+        return check_observation(value, "reset()")
+    messages = value.messages
+    if not isinstance(messages, tuple | list) or not messages or not all(isinstance(m, Message) for m in messages):
+        raise ProtocolViolation(
+            "reset() gave a FirstObservation without messages: give a tuple of at least one Message"
+        )
+    for message in messages:
+        if message.role not in ROLES:
+            raise ProtocolViolation(f"reset() gave a message of role {message.role!r}: use {', '.join(ROLES)}")
+        check_observation(message.content, "reset()")
+    if messages[-1].role == "assistant":
+        raise ProtocolViolation("reset() gave a FirstObservation that ends with the assistant: the policy speaks next")
+    try:
+        written = msgspec.json.encode(value.tools)
+        tools: Any = msgspec.json.decode(written, type=tuple[dict[str, Any], ...])
+    except Exception as error:  # noqa: BLE001 - values of the environment may raise anything
+        raise ProtocolViolation(f"reset() gave tools that are no JSON objects: {message_of(error)}") from None
+    if len(written) > MAX_INFO_BYTES:
+        raise ProtocolViolation(f"reset() gave tools of {len(written)} bytes: {MAX_INFO_BYTES} are allowed")
+    return FirstObservation(messages=tuple(messages), tools=tools)
 
 
 def check_snapshot(value: object) -> bytes:

@@ -59,6 +59,9 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
     environment: str
     model_folder: str
     import_paths: list[str]
+    """The import path; with `own_python` only the folders before that of the interpreter."""
+    own_python: bool = False
+    """Whether the process has another interpreter than the worker."""
     limits: RunnerLimits
     generation: int
     sandboxes: SandboxSettings = SandboxSettings()
@@ -107,7 +110,7 @@ class RunnerServer:
         self._line = line
         self._leaving = False
         turn_format = TurnFormat(Path(kind.model_folder))
-        sys.path[:] = kind.import_paths
+        sys.path[:] = [*kind.import_paths, *(sys.path if kind.own_python else ())]
         home = os.getpid()
         try:
             create = load_environment(kind.environment)

@@ -59,8 +59,9 @@ from rose.workers.environments.process_integrity import (
 )
 from rose.workers.environments.protocol import (
     Environment,
+    FirstObservation,
     ProtocolViolation,
-    check_observation,
+    check_first_observation,
     check_snapshot,
     check_step,
     raised_at,
@@ -408,8 +409,8 @@ class ThreadRunner:
         if self._closing:
             raise asyncio.CancelledError  # like calls that were under way
         if isinstance(job, ResetJob):
-            text = check_observation(await environment.reset(job.seed, copy.deepcopy(job.arguments)), "reset()")
-            observation = await self._encoded(text)
+            first = check_first_observation(await environment.reset(job.seed, copy.deepcopy(job.arguments)))
+            observation = await self._encoded_first(first)
             return ResetResult(pack_tokens(observation), check_snapshot(await environment.snapshot()))
         assert isinstance(job, StepJob)
         if restore:
@@ -429,6 +430,13 @@ class ThreadRunner:
             state=b"" if step.done else check_snapshot(await environment.snapshot()),
             environment_seconds=seconds,
         )
+
+    async def _encoded_first(self, first: str | FirstObservation) -> list[int]:
+        if isinstance(first, str):
+            return await self._encoded(first)
+        if sum(len(message.content) for message in first.messages) <= PIECE_CHARACTERS:
+            return self._format.first_tokens(first)
+        return await self._loop.run_in_executor(None, self._format.first_tokens, first)
 
     async def _encoded(self, text: str, *, after: Sequence[int] | None = None) -> list[int]:
         """Encode the observation that follows these sampled tokens; None: the first observation.

@@ -18,22 +18,14 @@ precedence, for folders whose template does not fit or does not exist:
 The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`; without the latter,
 the tokenizer's `eos_token`, or the `eos_token_id` of `config.json`. With `turn_format.json` the end of a turn is the
 mark in `suffix` that ends an observation, if there is one. Needs only `tokenizers` and `jinja2`, no torch.
-
-A special token that is misspelt in the format's strings would be read letter by letter, and turns would differ from
-those of the policy's training: `misspelt` finds it. Example, for a tokenizer that has `<|im_start|>` and `<|im_end|>`
-    `<|im_strat|>user`    -> `<|im_strat|>`, close to `<|im_start|>`
-    `<|user|>`            -> `<|user|>`, close to none: the tokenizer has tokens of this form, and not this token
-    `<thinking>`, `User:` -> nothing, though the tokenizer may have `<think>`
-    `</table>`, `<TD>`    -> nothing, though the tokenizer may have `<table>` and `<td>`
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -47,15 +39,20 @@ from rose.workers.environments.chat_template import (
     TRIMS,
     TURNS,
     Framing,
+    Template,
     framed_conversation,
     has_template,
     probes,
-    read_framing,
+    read_chat_template,
     read_template,
     reading,
+    renderer_of,
     unread_template,
 )
 from rose.workers.environments.chat_template import TurnFormatError as TurnFormatError
+from rose.workers.environments.first_observation import PROBE, Piece, written
+from rose.workers.environments.misspelt_marks import misspelt
+from rose.workers.environments.protocol import FirstObservation
 from rose.workers.tokenizer import (
     MODEL_FILE,
     TOKENIZER_FILE,
@@ -91,6 +88,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Text before every later observation; it follows the stop token of the action."""
     suffix: str = ""
     """Text after every observation; the policy's action follows it."""
+    rendering: Literal["suffix"] | msgspec.UnsetType = msgspec.UNSET
+    """`suffix`: the other fields are empty, and the text is what the chat template writes behind the newest action."""
 
 
 class _Generation(msgspec.Struct, frozen=True):
@@ -117,18 +116,28 @@ class TurnFormat:
         """Raises TurnFormatError when a file is missing, does not parse, or contradicts another."""
         if not model_folder.is_dir():
             raise TurnFormatError(f"{model_folder.absolute()} is no folder: name the model folder")
-        own = (model_folder / FORMAT_FILE).exists()
+        frame = _read_frame(model_folder)
+        own = frame is not None and not frame.rendering
         if not own and not has_template(model_folder):
             found = unread_template(model_folder)
             copy = f"; a template is in {found}: copy it to {TEMPLATE_FILE}, or {FIX}" if found else f": {FIX}"
             raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}{copy}")
+        self._folder = model_folder
         self._load(model_folder)
         self._named = reading(read_tokens, model_folder).names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._marks = {number: token.content for number, token in added if not _is_space(token.content)}
         """Added tokens, special or not, by id."""
-        framing, self.stop_token_ids = self._own(model_folder) if own else self._of_template(model_folder)
+        if own:
+            assert frame is not None
+            framing, self.stop_token_ids = self._own(model_folder, frame)
+            render = renderer_of(model_folder, self._named)
+            self._template = None if render is None else Template(model_folder, framing, render)
+        else:
+            self._template, self.stop_token_ids = self._of_template(model_folder, suffix=frame is not None)
+            framing = self._template.framing
         """Stop tokens, each of which ends an action; the first one is appended to an action without a stop token."""
+        probe = self._probe()
         tried: list[tuple[str, str]] = [(observation, "") for observation in OBSERVATIONS] if own else probes()
         turns = TURNS if framing.stop else 1
         wholes = {probe: self._encoded(framed_conversation(framing, *probe, turns)).ids for probe in tried}
@@ -143,6 +152,8 @@ class TurnFormat:
         """Tokens that no text can spell."""
         self._read_text_from_here_on(model_folder)
         self._check(model_folder, wholes, turns, own=own)
+        self._reads_roles = probe is None or self._tokens_of(probe[0]) == probe[1]
+        """Whether a first observation with several roles has the tokens of its whole text."""
 
     def _load(self, folder: Path, special: Collection[str] = ()) -> None:
         """Load the tokenizer, and the tokenizer for text that follows other tokens. Raises TurnFormatError."""
@@ -153,10 +164,9 @@ class TurnFormat:
             reading(load_tokenizer, file, special=special, mid_context=True) if first else self._tokenizer
         )
 
-    def _own(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
+    def _own(self, folder: Path, frame: Frame) -> tuple[Framing, tuple[int, ...]]:
         """Read turns by the folder's `turn_format.json`; returns its stop tokens. Raises TurnFormatError."""
         file = folder / FORMAT_FILE
-        frame = _read(file, Frame)
         known = read_template(folder) or ""
         for text in (frame.first_prefix, frame.prefix, frame.suffix):
             if (found := misspelt(text, self._marks.values(), known=known)) is not None:
@@ -188,11 +198,24 @@ class TurnFormat:
         before = [token for token in suffix[:until] if token in self._marks]
         return [token for token in suffix if token in known] or before[-1:]
 
-    def _of_template(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
-        """Read turns by the folder's chat template; returns its stop tokens. Raises TurnFormatError."""
-        framing = read_framing(folder, marks=self._marks.values(), named=self._named)
-        stops = (self._id(framing.stop), *self._stops(folder))
-        return framing, tuple(dict.fromkeys(stop for stop in stops if stop is not None))
+    def _of_template(self, folder: Path, *, suffix: bool) -> tuple[Template, tuple[int, ...]]:
+        """Read turns by the folder's templates; returns its stop tokens. Raises TurnFormatError."""
+        template = read_chat_template(folder, marks=self._marks.values(), named=self._named, suffix=suffix)
+        stops = (self._id(template.framing.stop), *self._stops(folder))
+        return template, tuple(dict.fromkeys(stop for stop in stops if stop is not None))
+
+    def _probe(self) -> tuple[list[Piece], list[int]] | None:
+        """Return a first observation with several roles, and the tokens of its whole text; None if there is none.
+
+        Called before text can no longer spell marks.
+        """
+        if self._template is None:
+            return None
+        try:
+            pieces = written(self._template, PROBE)
+        except TurnFormatError:  # the policy has no system prompt, for example; who uses one is told
+            return None
+        return pieces, list(self._encoded("".join(piece.text for piece in pieces)).ids)
 
     def _stops(self, folder: Path) -> tuple[int, ...]:
         """Return the tokens that end a sequence by the generation configuration, else the tokenizer, else the model."""
@@ -303,6 +326,44 @@ class TurnFormat:
         found: int | None = self._tokenizer.token_to_id(token) if token else None
         return found
 
+    def first_tokens(self, observation: str | FirstObservation) -> list[int]:
+        """Return the tokens of a first observation. Raises ValueError as `observation_tokens`, and TurnFormatError."""
+        if isinstance(observation, str):
+            return self.observation_tokens(observation, first=True)
+        if self._template is None or not self._reads_roles:
+            reason = "its tokenizer joins pieces of such a text" if self._template else f"there is no {TEMPLATE_FILE}"
+            raise TurnFormatError(f"{self._folder}: a first observation with several roles cannot be read: {reason}")
+        for message in observation.messages:
+            _check_halves(message.content)
+        declared = msgspec.json.encode(observation.tools).decode()
+        if mark := next(
+            (self._marks[n] for n in self._unspeakable & self._marks.keys() if self._marks[n] in declared), ""
+        ):
+            raise TurnFormatError(
+                f"{self._folder}: the tools of the first observation spell {mark!r}: name it otherwise"
+            )
+        return self._tokens_of(written(self._template, observation))
+
+    def _tokens_of(self, pieces: Sequence[Piece]) -> list[int]:
+        """Return the tokens of a text of which only the template's pieces may spell marks."""
+        marks = {self._marks[number]: number for number in self._unspeakable & self._marks.keys()}
+        longest_first = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
+        flags = self._tokenizer.get_added_tokens_decoder()
+        tokens: list[int] = []
+        run, swallows = "", False
+        for text, by_template in pieces:
+            parts = re.split(f"({longest_first})", text) if by_template and marks else [text]
+            for part in parts:
+                number = marks.get(part) if by_template else None
+                if number is None:
+                    run += part
+                    continue
+                run = run.rstrip() if flags[number].lstrip else run
+                tokens += self._encode(run.lstrip() if swallows else run, mid_context=bool(tokens))
+                tokens.append(number)
+                run, swallows = "", flags[number].rstrip
+        return tokens + self._encode(run.lstrip() if swallows else run, mid_context=bool(tokens))
+
     def observation_tokens(self, observation: str, *, first: bool, after: Sequence[int] = ()) -> list[int]:
         """Return the tokens that an observation appends to the context.
 
@@ -310,11 +371,7 @@ class TurnFormat:
         """
         around = self._first if first else self._later
         cut = bool(after) and after[-1] not in self._ends
-        if (half := HALF.search(observation)) is not None:
-            raise ValueError(
-                f"the observation holds half of a surrogate pair and no character ({half[0]!r} at {half.start()}): "
-                "replace it, as text.encode(errors='replace').decode() does"
-            )
+        _check_halves(observation)
         framed = around.head + TRIMS[self._trim](observation) + around.tail
         text = self._encode(framed, mid_context=not first or bool(around.before))
         return [*self.stop_token_ids[:cut], *around.before, *text, *around.after]
@@ -359,6 +416,28 @@ class TurnFormat:
         return tokenizer.encode(text, add_special_tokens=False)
 
 
+def _check_halves(text: str) -> None:
+    """Raises ValueError for text with half of a surrogate pair."""
+    if (half := HALF.search(text)) is not None:
+        raise ValueError(
+            f"the observation holds half of a surrogate pair and no character ({half[0]!r} at {half.start()}): "
+            "replace it, as text.encode(errors='replace').decode() does"
+        )
+
+
+def _read_frame(folder: Path) -> Frame | None:
+    """Return the content of the folder's `turn_format.json`; None without the file. Raises TurnFormatError."""
+    file = folder / FORMAT_FILE
+    if not file.exists():
+        return None
+    frame: Frame = _read(file, Frame)
+    if frame.rendering and frame != Frame(rendering=frame.rendering):
+        raise TurnFormatError(
+            f"{file}: with rendering, the chat template says all of the text: remove the other fields"
+        )
+    return frame
+
+
 def _is_space(text: str) -> bool:
     """Whether a token is only white space, also written with marks of a word's beginning."""
     return text.replace("▁", " ").isspace()
@@ -369,72 +448,3 @@ def _read(path: Path, kind: type[Any]) -> Any:
         return msgspec.convert(reading(read_object, path), kind)
     except msgspec.ValidationError as error:
         raise TurnFormatError(f"{path}: {error}") from None
-
-
-MARK_LIKE = re.compile(r"<[^\s<>]{1,64}>?|\[[^\s\[\]]{1,64}\]?|[^\s<>\[\]]{1,64}[|｜]>")
-"""Pattern of a word that may be meant as a token: in brackets, one of which may be missing."""
-
-BARS = ("<|", "<｜")
-"""Beginnings of words that are meant as tokens, if the tokenizer has tokens that begin the same way."""
-
-BAR = re.compile("[|｜]")
-
-PLAIN = re.compile(r"^[<\[]/?[^\W_]+/?[>\]]?$")
-"""One word in brackets, such as a tag of a document."""
-
-CLOSE, CLOSER = 0.82, 0.85
-"""Least similarity (`difflib`) of a misspelt token to the token that is meant: for words that begin with BARS, and for
-other words, which people write too: `<thinking>` is no misspelt `<think>`."""
-
-SHORT = 3
-"""A word without a bar and with at most this many letters is never a misspelt token: `[b]` is no misspelt `<b>`."""
-
-
-def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str, str] | None:
-    """Return a word of the text that is meant as a token and is not in `marks`, with the mark that is meant.
-
-    The mark is empty if no mark is similar. None if there is no such word. Words of the text `known` are not misspelt.
-    """
-    longest_first = sorted(marks, key=len, reverse=True)
-    meant_so = set(_words(known, longest_first))
-    for word in _words(text, longest_first):
-        if word in meant_so:
-            continue
-        alike = [mark for mark in longest_first if _may_mean(word, mark)]
-        by_letters = {_letters(mark): mark for mark in alike}
-        close = get_close_matches(word, alike, n=1, cutoff=CLOSE if word.startswith(BARS) else CLOSER)
-        meant = by_letters.get(_letters(word)) or (close[0] if close else "")
-        if meant or any(word.startswith(bar) and mark.startswith(bar) for mark in marks for bar in BARS):
-            return word, meant
-    return None
-
-
-def _may_mean(word: str, mark: str) -> bool:
-    """Whether the word may be a misspelt mark.
-
-    A word without a bar may not if people write such words: a short word, a tag that closes what the mark opens, a tag
-    with attributes, or the plural of a mark that is a word itself.
-    """
-    if BAR.search(word):
-        return True
-    word_letters, mark_letters = _letters(word), _letters(mark)
-    if len(word_letters) <= SHORT or ("/" in word) is not ("/" in mark):
-        return False
-    if not PLAIN.search(word) or BAR.search(mark):
-        return True
-    closed = word.endswith((">", "]"))
-    return closed and (
-        word_letters == mark_letters
-        or (not word_letters.startswith(mark_letters) and not mark_letters.startswith(word_letters))
-    )
-
-
-def _words(text: str, longest_first: Sequence[str]) -> list[str]:
-    """Return the words that may be meant as tokens, from the text between the marks."""
-    plain = re.split("|".join(map(re.escape, longest_first)), text) if longest_first else [text]
-    return [word for part in plain for word in MARK_LIKE.findall(part)]
-
-
-def _letters(word: str) -> str:
-    """The word without brackets, bars, dashes and case; the word itself if nothing is left."""
-    return "".join(letter for letter in word if letter.isalnum()).casefold() or word
