@@ -123,10 +123,12 @@ class Outcome(Enum):
     INFRA_FAILED = "infra_failed"
     SUPERSEDED = "superseded"
     """Sampled by a policy version that the run has gone back behind."""
+    EVALUATED = "evaluated"
+    """Sampled for an evaluation. The reason says why the sample is not in the evaluation's result; empty if it is."""
 
 
 class SampleOutcome(Record, frozen=True, kw_only=True):
-    """The outcome of one trajectory."""
+    """The outcome of one trajectory, written by the trainer, or by the evaluator if its group is of an evaluation."""
 
     SCHEMA: ClassVar[str] = "sample-outcome/2"
 
@@ -134,8 +136,8 @@ class SampleOutcome(Record, frozen=True, kw_only=True):
     group_id: GroupId
     outcome: Outcome
     step: Count
-    """Optimizer step that settled it."""
+    """Optimizer step that settled it; of an evaluation, the version that it is pinned to."""
     policy_version: Version
-    """Version of the trainer's policy at that time."""
+    """Version of the trainer's policy at that time; of an evaluation, the version that it is pinned to."""
     reason: Text = ""
     recorded_at: Moment

@@ -34,6 +34,7 @@ from rose.schemas.limits import (
     TrajectoryId,
     TurnLogprobs,
     TurnTokens,
+    Version,
 )
 from rose.schemas.prompts import Environment, Sampling
 from rose.schemas.record import Record
@@ -107,6 +108,8 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     """Unix seconds by the environment worker's clock."""
     patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
     """Longest time that the turn waits for an executor; then the router fails it."""
+    pinned_version: Version | None = None
+    """Policy version of the executors that the turn may be sent to; None: any version."""
 
     @property
     def is_anchor(self) -> bool:

@@ -2,7 +2,8 @@
 
 Keeps true
 - No turn is lost: `requested = finished + failed + outstanding + waiting`, after every event.
-- A turn is dispatched only to an executor that is LIVE and ready, within the limits of the executor's newest heartbeat.
+- A turn is dispatched only to an executor that is LIVE and ready, within the limits of the executor's newest heartbeat,
+  and a turn with a pinned version only to an executor whose newest heartbeat has that version.
 - A turn is assigned to at most one executor. When the executor leaves, restarts, preempts, refuses or loses the turn,
   the turn is queued once under a new attempt. If an executor turns out to hold a queued turn still, the turn is
   assigned to that executor again.
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rose.pipeline.routing.assignments import Assignments
-from rose.pipeline.routing.candidates import PlacementQuery
+from rose.pipeline.routing.candidates import ANY_VERSION, PlacementQuery
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.liveness import Executor, ExecutorStatus, Liveness
 from rose.pipeline.routing.placement import Choice, Placement
@@ -385,6 +386,7 @@ class Router:
                 turn.trajectory, turn.group_id, context_tokens, self.liveness.executors
             ),
             turn.seeded,
+            turn.pinned_version,
         )
 
     def _dispatch(self, turn: Turn, query: PlacementQuery, choice: Choice, now: float) -> TurnDispatch:
@@ -470,6 +472,8 @@ class Router:
             )
         if turn.seeded and self.placement.refuses_seeds:
             return self._fail(turn, "no executor takes turns with a seed", now)
+        if turn.pinned_version != ANY_VERSION and not self.placement.has_version(turn.pinned_version):
+            return self._fail(turn, f"no executor has version {turn.pinned_version}, to which it is pinned", now)
         if turn.context_missing:
             return self._fail(turn, f"its context cannot be read, and no anchor request came within {patience}", now)
         return self._fail(turn, f"no executor has taken it up in {patience}", now)

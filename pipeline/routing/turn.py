@@ -9,6 +9,7 @@ Keeps true
 
 import msgspec
 
+from rose.pipeline.routing.candidates import ANY_VERSION
 from rose.pipeline.running_mean import RunningMean
 from rose.schemas.arrays import count
 from rose.schemas.turns import Part, TurnKey, TurnRequest
@@ -109,6 +110,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     home: int
     max_tokens: int
     seeded: bool
+    pinned_version: int = ANY_VERSION
+    """Policy version of the executors that the turn may be sent to."""
     patience_seconds: float
     requested_at: float
     """Unix seconds on the environment worker's clock."""
@@ -186,6 +189,7 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
             home=request.home,
             max_tokens=sampling.max_tokens,
             seeded=sampling.seed is not None,
+            pinned_version=ANY_VERSION if request.pinned_version is None else request.pinned_version,
             patience_seconds=request.patience_seconds,
             requested_at=request.requested_at,
             digest=request.digest,

@@ -58,12 +58,14 @@ from rose.workers.environments.process_integrity import (
     end_if_forked,
 )
 from rose.workers.environments.protocol import (
+    EVALUATION,
     Environment,
     ProtocolViolation,
     check_observation,
     check_snapshot,
     check_step,
     raised_at,
+    takes_evaluation,
 )
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
 from rose.workers.environments.turn_format import TurnFormat
@@ -408,7 +410,9 @@ class ThreadRunner:
         if self._closing:
             raise asyncio.CancelledError  # like calls that were under way
         if isinstance(job, ResetJob):
-            text = check_observation(await environment.reset(job.seed, copy.deepcopy(job.arguments)), "reset()")
+            told = {EVALUATION: job.evaluation} if takes_evaluation(environment) else {}
+            given = await environment.reset(job.seed, copy.deepcopy(job.arguments), **told)
+            text = check_observation(given, "reset()")
             observation = await self._encoded(text)
             return ResetResult(pack_tokens(observation), check_snapshot(await environment.snapshot()))
         assert isinstance(job, StepJob)
