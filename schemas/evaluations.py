@@ -47,6 +47,8 @@ class EvaluationResult(Record, frozen=True, kw_only=True):
     run: Id
     """Name of the run, as manifests have it."""
     evaluation: EvaluationSet
+    set_digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
+    """Digest of the prompts and of `samples`: results with another digest are not compared with this one."""
     version: Count
     """Version that was evaluated."""
     epoch: Count

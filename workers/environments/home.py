@@ -263,7 +263,9 @@ class Home:
         if not isinstance(prompt, Prompt):
             return PromptDecision(message, DecisionKind.REFUSE, refusal="a message without a value is no prompt")
         if prompt.evaluation or is_evaluation(prompt.group_id):
-            reason = f"only `rose evaluator` evaluates: leave `evaluation` out, and `{EVALUATION_PREFIX}` of the group id"
+            reason = (
+                f"only `rose evaluator` evaluates: leave `evaluation` out, and `{EVALUATION_PREFIX}` of the group id"
+            )
             return PromptDecision(message, DecisionKind.REFUSE, prompt, refusal=reason, repeated=True)
         if (home := home_partition(prompt.group_id, self._homes)) != self.partition:
             if message.raw.size > FORWARD_BYTES:

@@ -129,6 +129,8 @@ class StepLine(msgspec.Struct, kw_only=True):
     learning_rate: float | None = None
     devices: int = 1
     """Number of devices of the trainer: one for each rank."""
+    evaluation_seconds: float = 0.0
+    """Seconds of holding the version back until the version before was evaluated."""
 
     @classmethod
     def of(

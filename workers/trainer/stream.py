@@ -271,9 +271,7 @@ class SampleStream:
             ResumePoint(dict(self._committed), known_from),
             {part: end for part, (_, end) in spans.items()},
             settled=(
-                one.group_id
-                for one in settled
-                if isinstance(one, SampleOutcome) and not is_evaluation(one.group_id)
+                one.group_id for one in settled if isinstance(one, SampleOutcome) and not is_evaluation(one.group_id)
             ),
         )
         self._delete_at = 0.0
