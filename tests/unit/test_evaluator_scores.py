@@ -59,7 +59,8 @@ def test_scores_of_an_environment_without_success_have_the_reward_alone() -> Non
 def test_series_finds_the_first_of_the_best_scores_and_stops_after_a_row_without_improvement(
     scores: list[float | None], stop_after: int
 ) -> None:
-    series, best, since, restarted = Series(DIGEST), (-1, None), 0, []
+    series, restarted, since = Series(DIGEST), list[EvaluationResult](), 0
+    best: tuple[int, float | None] = (-1, None)
     for version, score in enumerate(scores):
         judged = series.judged(result(version, score), stop_after=stop_after, min_improvement=0.0)
         if score is not None:

@@ -411,8 +411,8 @@ class ThreadRunner:
             raise asyncio.CancelledError  # like calls that were under way
         if isinstance(job, ResetJob):
             told = {EVALUATION: job.evaluation} if takes_evaluation(environment) else {}
-            given = await environment.reset(job.seed, copy.deepcopy(job.arguments), **told)
-            text = check_observation(given, "reset()")
+            first = await environment.reset(job.seed, copy.deepcopy(job.arguments), **told)
+            text = check_observation(first, "reset()")
             observation = await self._encoded(text)
             return ResetResult(pack_tokens(observation), check_snapshot(await environment.snapshot()))
         assert isinstance(job, StepJob)

@@ -232,7 +232,7 @@ class EnvironmentWorker:
         return taken.newest + taken.fetched
 
     def _recall_outcomes(self) -> None:
-        """Read the outcomes of the open groups, all settle requests and prompts of evaluations, up to the present end."""
+        """Read outcomes of open groups, and all settle requests and prompts of evaluations, up to the present end."""
         place: Place = (OUTCOMES, 0)
         # This reader has no fetch under way, so the query does not wait for one.
         low, end = self._member.reader.watermarks(place)
@@ -365,8 +365,8 @@ class EnvironmentWorker:
     def _open_groups(self) -> None:
         """Decide prompts, one per home in turn, while the window has room. Pause reading prompts while one waits."""
         for home in self._homes.values():
-            for decision in home.decide_evaluations(self._outcomes_next):
-                self._open(home, decision)
+            for opening in home.decide_evaluations(self._outcomes_next):
+                self._open(home, opening)
         able = [home for home in self._homes.values() if home.waits]
         while able:
             home = able.pop(0)

@@ -219,9 +219,10 @@ class Session:
     def _on_manifest(self, item: Item) -> None:
         if isinstance(item, EndOfPartition):
             self._knows_newest = True
-        elif isinstance(item, Envelope) and (manifest := self._trust.verified(item)) is not None:
-            if self._newest is None or manifest.order >= self._newest.order:
-                self._newest = manifest
+            return
+        manifest = self._trust.verified(item) if isinstance(item, Envelope) else None
+        if manifest is not None and (self._newest is None or manifest.order >= self._newest.order):
+            self._newest = manifest
 
     def _on_sample(self, item: Item) -> None:
         place = item.topic, item.partition

@@ -50,14 +50,14 @@ class Scores:
 def pass_at(samples: int, solved: int, k: int) -> float:
     """Return the estimate of pass@k from `samples` samples, of which `solved` solved the task.
 
-    The probability that k of the samples, drawn without replacement, are not all wrong: 1 - C(n - c, k) / C(n, k). It is
-    unbiased (Chen et al. 2021, arXiv 2107.03374). `k` is from 1 to `samples`.
+    The probability that k of the samples, drawn without replacement, are not all wrong: 1 - C(n - c, k) / C(n, k). The
+    estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). `k` is from 1 to `samples`.
     """
     return 1.0 - comb(samples - solved, k) / comb(samples, k)
 
 
 def scores_of(prompts: Sequence[Sequence[Judged]], ks: Iterable[int]) -> Scores:
-    """Return the scores of an evaluation. `prompts`: the samples of each prompt, at least one; `ks`: those of pass@k."""
+    """Return the scores of an evaluation. `prompts`: the samples of each prompt, at least one; `ks`: for pass@k."""
     reward = _mean([_mean([sample.reward for sample in samples]) for samples in prompts])
     if any(sample.success is None for samples in prompts for sample in samples):
         return Scores(reward)
