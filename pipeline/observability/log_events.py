@@ -338,6 +338,7 @@ ROLES = (
     ("workers/lender/", "Lending server"),
     ("workers/trainer/", TRAINER),
     ("workers/weights/", TRAINER),
+    ("workers/evaluator/", "Evaluator"),
     ("workers/loadgen/", "Load generator"),
 )
 """Role by the beginning of a module's path, in the order of the page; the first match counts."""

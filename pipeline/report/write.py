@@ -186,7 +186,7 @@ def evaluations_sentence(results: Sequence[EvaluationResult]) -> str:
     newest = {(result.evaluation, result.set_digest): result for result in results}
     for result in newest.values():
         if result.best_score is not None:
-            best = f"version {result.best_version} is the best, with a {_name_of(result)} of {result.best_score:.4g}"
+            best = f"version {result.best_version} is the best ({_name_of(result)} {result.best_score:.4g})"
             sentences.append(f"{result.evaluation}: {best}.")
     return " ".join(sentences)
 

@@ -273,12 +273,24 @@ class Session:
         metrics.count(result)
         metrics.PROMPTS_LEFT.set(0)
         self._open = self._opened = None
-        facts = {"evaluation": result.evaluation, "version": result.version, "counted": result.counted}
         if result.complete:
-            scores = {"reward": result.reward, "success": result.success, "best_version": result.best_version}
-            log.info("evaluation_completed", **facts, **scores, reason=result.reason)
+            log.info(
+                "evaluation_completed",
+                evaluation=result.evaluation,
+                version=result.version,
+                reward=result.reward,
+                success=result.success,
+                best_version=result.best_version,
+                reason=result.reason,
+            )
         else:
-            log.warning("evaluation_incomplete", **facts, reason=result.reason)
+            log.warning(
+                "evaluation_incomplete",
+                evaluation=result.evaluation,
+                version=result.version,
+                counted=result.counted,
+                reason=result.reason,
+            )
 
     def _result(self, reason: str) -> EvaluationResult:
         assert self._open is not None and self._opened is not None
