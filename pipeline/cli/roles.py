@@ -167,7 +167,7 @@ def run_trainer_role(common: Common) -> None:
 
 def run_evaluator_role(common: Common) -> None:
     """Run the evaluator until a signal asks it to stop. Raises BadPrompts or UsageError for what it cannot evaluate."""
-    from rose.pipeline.evaluation_set import evaluation_set
+    from rose.pipeline.local.evaluation_set import evaluation_set
     from rose.workers.evaluator.loop import run_evaluator
 
     config = load(common)

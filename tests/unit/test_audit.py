@@ -181,5 +181,6 @@ def test_audit_terms_have_the_names_of_the_summary() -> None:
         "filtered": 0,
         "infra_failed": 1,
         "superseded": 0,
+        "evaluated": 0,
         "in_flight": 3,
     }
