@@ -33,6 +33,7 @@ from rose.workers.evaluator.loop import Session
 from rose.workers.weights.trust import Trust, run_id
 from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.support.sample_fixtures import sample
+from tests.support.waiting import WAIT_SECONDS
 
 TASKS = EvaluationSet(
     "held-out",
@@ -177,7 +178,7 @@ def test_samples_of_other_versions_and_failures_are_asked_for_again_and_do_not_c
     session = world.evaluator()
     world.publish(0)
     for how in ({"version": 3}, {"failure": "the sandbox is gone"}):
-        while not world.play(**how):  # type: ignore[arg-type]
+        while not world.play(**how):
             session.advance()
     result = world.evaluate(session)
     assert (result.complete, result.counted) == (True, 6)
@@ -239,8 +240,9 @@ def test_position_that_the_broker_forgot_settles_nothing_twice(world: World, bro
     session.close()
     world.evaluators.clear()
     group = world.settings.name(f"{EVALUATOR_PREFIX}policy-held-out")
-    for deleted in connect(world.settings).delete_consumer_groups([group]).values():
-        deleted.result()
+    admin = connect(world.settings)
+    for deleted in admin.delete_consumer_groups([group]).values():
+        deleted.result(WAIT_SECONDS)
     again = world.evaluator()
     for _ in range(20):
         again.advance()
