@@ -200,7 +200,7 @@ TRAINER = Role(
 
 EVALUATOR = Role(
     name="evaluator",
-    reads=(SAMPLES, OUTCOMES, MANIFESTS, EVALUATION_RESULTS),
+    reads=(SAMPLES, OUTCOMES, MANIFESTS, EVALUATIONS, EVALUATION_RESULTS),
     writes=(EVALUATIONS, EVALUATION_RESULTS, OUTCOMES, ROLE_STARTS),
     groups=_LOG_READER,
     group_prefix=EVALUATOR_PREFIX,
@@ -397,9 +397,9 @@ _OPERATIONS = {AclOperation[each.name]: each for each in Operation if each is no
 VISIBLE_OPERATIONS = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
 """A client with one of these rights sees the topic. For a hidden topic the broker does not report other rights."""
 
-OPTIONAL_TOPICS = (ROLE_STARTS, JOURNAL, EVALUATIONS, EVALUATION_RESULTS)
-"""Topics that the work of a run without evaluations does not depend on. A role that cannot write to one logs that
-(`pipeline/cli/roles.py`, `pipeline/journal.py`), or reports it at its first use."""
+OPTIONAL_TOPICS = (ROLE_STARTS, JOURNAL, EVALUATION_RESULTS)
+"""Topics that the work of a run without evaluations does not depend on. A role that cannot write to one of the first
+two logs that (`pipeline/cli/roles.py`, `pipeline/journal.py`); evaluations report a missing right at its first use."""
 
 
 def connect_as(settings: BusSettings, role: Role) -> None:
