@@ -63,6 +63,7 @@ from rose.topics.catalog import (
     EVALUATION_RESULTS,
     HEARTBEATS,
     JOURNAL,
+    OUTCOMES,
     PROMPTS,
     REQUESTED,
     ROLE_STARTS,
@@ -333,10 +334,12 @@ def has_answered(settings: BusSettings, worker: str) -> bool:
 
 
 def do_what_is_seldom(users: Users) -> None:
-    """Do the rare work of roles: read a context back, delete old records, resend every kind of dead letter."""
-    with closing(Reader(users.settings(EXECUTOR), "test")) as reader:
-        reader.assign({(REQUESTED, 0): OFFSET_BEGINNING})
-        until(lambda: bool(reader.read(1, 0.1)))
+    """Do the rare work of roles: read a context or outcomes back, delete old records, resend every kind of dead
+    letter."""
+    for role, topic in ((EXECUTOR, REQUESTED), (EVALUATOR, OUTCOMES)):
+        with closing(Reader(users.settings(role), "test")) as reader:
+            reader.assign({(topic, 0): OFFSET_BEGINNING})
+            until(lambda: bool(reader.read(1, 0.1)))
     operator = users.settings(OPERATOR)
     for topic in DEAD_LETTERED:
         dead_letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
