@@ -16,7 +16,7 @@ from rose.workers.environments import runner_pool as stage_module
 from rose.workers.environments import runner_supervisor
 from rose.workers.environments import thread_runner as runner_module
 from rose.workers.environments.home import ResetResult
-from rose.workers.environments.jobs import EnvironmentFailure, ResetRefused, ResultCallback, RunnerLimits
+from rose.workers.environments.jobs import EnvironmentFailure, Job, ResetRefused, ResultCallback, RunnerLimits
 from rose.workers.environments.protocol import Environment, JsonValue
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.thread_runner import ThreadRunner
@@ -461,7 +461,7 @@ class Told(Counter):
 
 def test_environment_that_takes_the_keyword_is_told_the_set_of_its_evaluation(folder: Path) -> None:
     with pool_of(folder, lambda _name: Told()) as stage:
-        jobs = [dataclasses.replace(reset("a"), evaluation="held-out"), reset("b")]
+        jobs: list[Job] = [dataclasses.replace(reset("a"), evaluation="held-out"), reset("b")]
         found = answers(stage, jobs)
     assert [result.state for result in found.values() if isinstance(result, ResetResult)] == [b"held-out", b""]
 

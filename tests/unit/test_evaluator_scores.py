@@ -119,4 +119,4 @@ def test_default_ks_are_powers_of_two_up_to_the_samples() -> None:
 
 def test_no_version_is_due_without_evaluations() -> None:
     assert not EvaluationConfig().is_due(0)
-    assert [version for version in range(7) if EvaluationConfig(every_versions=3).is_due(version)] == [0, 3, 6]
+    assert [version for version in range(-3, 7) if EvaluationConfig(every_versions=3).is_due(version)] == [0, 3, 6]

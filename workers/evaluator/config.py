@@ -73,7 +73,7 @@ class EvaluationConfig:
 
     def is_due(self, version: int) -> bool:
         """Return whether this version is evaluated."""
-        return self.every_versions > 0 and version % self.every_versions == 0
+        return self.every_versions > 0 and version >= 0 and version % self.every_versions == 0
 
     @property
     def ks(self) -> tuple[int, ...]:
