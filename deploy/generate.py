@@ -32,6 +32,7 @@ SECTIONS = (
     "router",
     "control",
     "trainer",
+    "evaluation",
     "weights",
     "tracing",
 )
@@ -52,7 +53,7 @@ OF_THE_CHART = {
 }
 """Fields that other values say."""
 
-REACHING = ("router", "control", "environment", "executor", "trainer", "lenders")
+REACHING = ("router", "control", "environment", "executor", "trainer", "evaluator", "lenders")
 """Roles that may be let reach more."""
 
 CONFIDENTIAL = r"password|passphrase|secret|key\.pem|oauthbearer\.config"
@@ -166,6 +167,7 @@ def values_schema() -> Schema:
         environment=role(replicas=at_least(1), image=TEXT),
         executor=role(replicas=at_least(0), image=TEXT),
         trainer=role(enabled=FLAG, image=TEXT, ranks=at_least(1), storage=closed(size=TEXT, className=TEXT)),
+        evaluator=role(enabled=FLAG, promptsVolume=ANYTHING),
         lenders=role(
             replicas=at_least(0),
             image=TEXT,
@@ -188,9 +190,7 @@ def values_schema() -> Schema:
             metricsFrom=ANYTHINGS,
             usersFrom=ANYTHINGS,
             pageFrom=ANYTHINGS,
-            egress=closed(
-                **dict.fromkeys(("router", "control", "environment", "executor", "trainer", "lenders"), ANYTHINGS)
-            ),
+            egress=closed(**dict.fromkeys(REACHING, ANYTHINGS)),
         ),
         disruptionBudgets=FLAG,
         autoscaling=closed(

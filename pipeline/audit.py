@@ -3,8 +3,8 @@
 Every trajectory that was requested has one outcome, or a place where it is.
 
 Keeps true
-- `requested = trained + stale + filtered + infra_failed + surplus + superseded + in flight`, or the audit is not clean
-  and names the trajectories for which the equation does not hold.
+- `requested = trained + stale + filtered + infra_failed + surplus + superseded + evaluated + in flight`, or the audit
+  is not clean and names the trajectories for which the equation does not hold.
 - The fold does not depend on the order of topics: only the order within a partition counts.
 - A group is requested once: by its own record, which outlives its prompt, otherwise by the first prompt with its id in
   its home partition that is no dead letter. A prompt in another partition requests a group only while its home has
@@ -90,6 +90,8 @@ class Audit:
     """Trajectories with two outcomes or two samples."""
     unasked: tuple[str, ...]
     """Trajectories with a sample or an outcome, but without a prompt."""
+    evaluated: int = 0
+    """Number of trajectories of evaluations, but for those that failed."""
 
     @property
     def settled(self) -> int:

@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from rose.schemas.limits import MAX_GROUP_SIZE, MAX_STOP_TOKENS, MAX_TURN_TOKENS, MAX_TURNS, GroupId, Seed, Text
+from rose.schemas.limits import (
+    MAX_GROUP_SIZE,
+    MAX_STOP_TOKENS,
+    MAX_TURN_TOKENS,
+    MAX_TURNS,
+    GroupId,
+    Seed,
+    Text,
+    Version,
+)
 from rose.schemas.record import Record
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -68,6 +77,12 @@ ENVIRONMENT_CHARACTERS = 256
 
 Environment = Annotated[str, Meta(min_length=1, max_length=ENVIRONMENT_CHARACTERS)]
 
+EvaluationSet = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,40}\Z")]
+"""Name of a set of prompts that the policy is evaluated on; empty for prompts to train on."""
+
+EVALUATION_PREFIX = "evaluation:"
+"""Beginning of the ids of all groups of evaluations, and of no other group."""
+
 
 class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One task, to be tried `group_size` times.
@@ -94,6 +109,10 @@ class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Most turns; a trajectory that is not done by then ends."""
     note: Text = ""
     """Remark of the submitter, such as a mark to find the prompt by. It is kept on the log and in dead letters."""
+    evaluation: EvaluationSet = ""
+    """Name of the evaluation set that the prompt belongs to. Empty: its trajectories are for training."""
+    pinned_version: Version | None = None
+    """Policy version that has to sample all turns, of a prompt of an evaluation; None: any version."""
 
     @property
     def task_seed(self) -> int:
@@ -101,6 +120,11 @@ class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
         if self.seed is not None:
             return self.seed
         return int.from_bytes(hashlib.blake2b(self.group_id.encode(), digest_size=4).digest(), "little") >> 1
+
+
+def is_evaluation(group_id: str) -> bool:
+    """Return whether this is the id of a group of an evaluation, whose trajectories are never trained on."""
+    return group_id.startswith(EVALUATION_PREFIX)
 
 
 def trajectory_id(group_id: str, index: int) -> str:

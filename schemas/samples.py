@@ -129,10 +129,12 @@ class Outcome(Enum):
     """Ended early, because its group was opened with more trajectories than it needs and enough had ended."""
     SUPERSEDED = "superseded"
     """Sampled by a policy version that the run has gone back behind."""
+    EVALUATED = "evaluated"
+    """Sampled for an evaluation. The reason says why the sample is not in the evaluation's result; empty if it is."""
 
 
 class SampleOutcome(Record, frozen=True, kw_only=True):
-    """The outcome of one trajectory."""
+    """The outcome of one trajectory, written by the trainer, or by the evaluator if its group is of an evaluation."""
 
     SCHEMA: ClassVar[str] = "sample-outcome/2"
 
@@ -140,9 +142,9 @@ class SampleOutcome(Record, frozen=True, kw_only=True):
     group_id: GroupId
     outcome: Outcome
     step: Count
-    """Optimizer step that settled it."""
+    """Optimizer step that settled it; of an evaluation, the version that it is pinned to."""
     policy_version: Version
-    """Version of the trainer's policy at that time."""
+    """Version of the trainer's policy at that time; of an evaluation, the version that it is pinned to."""
     reason: Text = ""
     oldest_fresh: Version = 0
     """The oldest policy version that the trainer's staleness bound still allowed; 0 if it says nothing."""

@@ -34,6 +34,7 @@ from rose.schemas.limits import (
     TrajectoryId,
     TurnLogprobs,
     TurnTokens,
+    Version,
 )
 from rose.schemas.prompts import Environment, Sampling
 from rose.schemas.record import Record
@@ -107,6 +108,8 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     """Unix seconds by the environment worker's clock."""
     patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
     """Longest time that the turn waits for an executor; then the router fails it."""
+    pinned_version: Version | None = None
+    """Policy version of the executors that the turn may be sent to; None: any version."""
     withdrawn: bool = False
     """Whether the request for this turn is withdrawn: the trajectory has ended, and no result of the turn is applied.
     Such a request has an empty context. An older router drops it as a duplicate."""

@@ -23,6 +23,7 @@ import msgspec
 
 from rose.schemas.cells import CellSummary
 from rose.schemas.errors import RecordError
+from rose.schemas.evaluations import EvaluationResult
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
 from rose.schemas.journal import CoreJournal
@@ -53,6 +54,7 @@ RECORDS: tuple[type[Record], ...] = (
     WeightChunk,
     RoleBegun,
     CoreJournal,
+    EvaluationResult,
 )
 """Every record type that is written to a topic."""
 

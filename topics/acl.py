@@ -35,6 +35,9 @@ from rose.topics.catalog import (
     DISPATCHED,
     ENVIRONMENT_GROUP,
     ENVIRONMENT_TRANSACTIONAL_PREFIX,
+    EVALUATION_RESULTS,
+    EVALUATIONS,
+    EVALUATOR_PREFIX,
     GRANTS,
     GROUPS,
     HEARTBEATS,
@@ -147,7 +150,7 @@ _LOG_READER = {LOG_GROUP: Operation.DESCRIBE}
 
 ENVIRONMENT = Role(
     name="environment",
-    reads=(PROMPTS, REQUESTED, COMPLETED, OUTCOMES, GROUPS, PROGRESS, SNAPSHOTS, SETTLES),
+    reads=(PROMPTS, REQUESTED, COMPLETED, OUTCOMES, GROUPS, PROGRESS, SNAPSHOTS, SETTLES, EVALUATIONS),
     writes=(PROMPTS, REQUESTED, SAMPLES, GROUPS, PROGRESS, SNAPSHOTS, ROLE_STARTS),
     dead_letters=(PROMPTS, COMPLETED),
     reads_dead_letters=(PROMPTS, COMPLETED),
@@ -184,7 +187,7 @@ EXECUTOR = Role(
 
 TRAINER = Role(
     name="trainer",
-    reads=(SAMPLES, OUTCOMES, GROUPS, MANIFESTS),
+    reads=(SAMPLES, OUTCOMES, GROUPS, MANIFESTS, EVALUATION_RESULTS),
     writes=(OUTCOMES, MANIFESTS, CHUNKS, ROLE_STARTS),
     dead_letters=(SAMPLES,),
     reads_dead_letters=(SAMPLES,),
@@ -194,6 +197,16 @@ TRAINER = Role(
     transactional_id_prefix=TRAINER_PREFIX,
 )
 """A trainer of any model. Before it deletes samples, it has to see how far the trainers of other models have read."""
+
+EVALUATOR = Role(
+    name="evaluator",
+    reads=(SAMPLES, OUTCOMES, MANIFESTS, EVALUATIONS, EVALUATION_RESULTS),
+    writes=(EVALUATIONS, EVALUATION_RESULTS, OUTCOMES, ROLE_STARTS),
+    groups=_LOG_READER,
+    group_prefix=EVALUATOR_PREFIX,
+    transactional_id_prefix=EVALUATOR_PREFIX,
+)
+"""`rose evaluator`: evaluates policy versions during training."""
 
 PRODUCER = Role(name="producer", writes=(PROMPTS,))
 """`rose submit`, or any other client that submits prompts."""
@@ -212,6 +225,7 @@ VIEW = Role(
         PROGRESS,
         MANIFESTS,
         ROLE_STARTS,
+        EVALUATION_RESULTS,
     ),
     reads_dead_letters=DEAD_LETTER_SOURCES,
     groups={
@@ -224,7 +238,7 @@ VIEW = Role(
 
 TRACKER = Role(
     name="tracker",
-    reads=(SAMPLES, OUTCOMES),
+    reads=(SAMPLES, OUTCOMES, EVALUATION_RESULTS),
     reads_dead_letters=(SAMPLES,),
     groups=_LOG_READER,
     group_prefix=TRACKER_PREFIX,
@@ -259,7 +273,20 @@ ADMIN = Role(name="admin", is_admin=True)
 
 ROLES: Mapping[str, Role] = {
     role.name: role
-    for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER, PRODUCER, VIEW, TRACKER, REPLAY, OPERATOR, ADMIN)
+    for role in (
+        ENVIRONMENT,
+        ROUTER,
+        CONTROL,
+        EXECUTOR,
+        TRAINER,
+        EVALUATOR,
+        PRODUCER,
+        VIEW,
+        TRACKER,
+        REPLAY,
+        OPERATOR,
+        ADMIN,
+    )
 }
 
 _DEAD_LETTERS_OF = dict(zip(RECORD_TOPICS, DEAD_LETTERS, strict=True))
@@ -370,9 +397,9 @@ _OPERATIONS = {AclOperation[each.name]: each for each in Operation if each is no
 VISIBLE_OPERATIONS = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
 """A client with one of these rights sees the topic. For a hidden topic the broker does not report other rights."""
 
-OPTIONAL_TOPICS = (ROLE_STARTS, JOURNAL)
-"""Topics that no role's work depends on. A role that cannot write to one logs that (`pipeline/cli/roles.py`,
-`pipeline/journal.py`)."""
+OPTIONAL_TOPICS = (ROLE_STARTS, JOURNAL, EVALUATION_RESULTS)
+"""Topics that the work of a run without evaluations does not depend on. A role that cannot write to one of the first
+two logs that (`pipeline/cli/roles.py`, `pipeline/journal.py`); evaluations report a missing right at its first use."""
 
 
 def connect_as(settings: BusSettings, role: Role) -> None:

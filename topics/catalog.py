@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rose.schemas.cells import CellSummary
+from rose.schemas.evaluations import EvaluationResult
 from rose.schemas.grants import CapacityGrant, GrantSource
 from rose.schemas.heartbeats import RoleBegun, SlackHeartbeat
 from rose.schemas.journal import CoreJournal
@@ -292,6 +293,17 @@ CHUNKS = Topic(
     RetentionSetting.WEIGHTS,
 )
 
+EVALUATIONS = Topic("rose.evaluations.requested.v1", Prompt, "{group_id}", PartitionSetting.ONE, _COMPACTED)
+"""Prompts of evaluations, apart from those to train on: a window of training groups that is full delays none of them.
+Every environment worker reads all of them; a tombstone withdraws the prompts of an evaluation that has ended."""
+EVALUATION_RESULTS = Topic(
+    "rose.evaluations.completed.v1",
+    EvaluationResult,
+    "{run}/{evaluation}/{version}",
+    PartitionSetting.ONE,
+    _COMPACTED,
+)
+
 RECORD_TOPICS: tuple[Topic, ...] = (
     PROMPTS,
     REQUESTED,
@@ -310,6 +322,8 @@ RECORD_TOPICS: tuple[Topic, ...] = (
     CHUNKS,
     ROLE_STARTS,
     JOURNAL,
+    EVALUATIONS,
+    EVALUATION_RESULTS,
 )
 
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
@@ -325,8 +339,10 @@ DEAD_LETTERS: tuple[Topic, ...] = tuple(
 )
 """Dead letter queues; the key of a dead letter is its origin, which its headers name too."""
 
-DEAD_LETTER_SOURCES = tuple(topic for topic in RECORD_TOPICS if topic not in (ROLE_STARTS, JOURNAL))
-"""Topics whose dead letters are read. ROLE_STARTS and JOURNAL have none, and logs of earlier versions lack them."""
+DEAD_LETTER_SOURCES = tuple(
+    topic for topic in RECORD_TOPICS if topic not in (ROLE_STARTS, JOURNAL, EVALUATIONS, EVALUATION_RESULTS)
+)
+"""Topics whose dead letters are read. The others have none, and logs of earlier versions lack them."""
 
 ENVIRONMENT_GROUP = "environment"
 """The consumer group of all environment workers."""
@@ -339,6 +355,9 @@ ROUTER_GROUP = "router"
 
 TRAINER_PREFIX = "trainer-"
 """Prefix of the consumer groups and transactional ids of trainers; the name of the model follows."""
+
+EVALUATOR_PREFIX = "evaluator-"
+"""Prefix of the consumer groups and transactional ids of evaluators; the names of model and set follow."""
 
 TRACKER_PREFIX = "tracker-"
 """Prefix of the consumer groups of `rose track`; the name of the tracker follows."""

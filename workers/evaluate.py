@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 SEED_BYTES = 7
 """Bytes of a turn's seed: the seed stays below 2**63."""
 
+HELD_OUT = "held-out"
+"""Name of the evaluation set, as environments are told it."""
+
 REASON_CHARACTERS = 300
 """Longest part of an environment's error message that is reported."""
 
@@ -157,7 +160,10 @@ class _Environments:
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Reset the environment of every task. Raises UsageError or EnvironmentFailed."""
         games = enumerate(self._games)
-        jobs = [ResetJob(**self._of(number), seed=game.seed, arguments=dict(arguments)) for number, game in games]
+        jobs = [
+            ResetJob(**self._of(number), seed=game.seed, arguments=dict(arguments), evaluation=HELD_OUT)
+            for number, game in games
+        ]
         for number, reset in self._run_jobs(jobs):
             self._games[number].tokens = unpack_tokens(reset.observation)
 

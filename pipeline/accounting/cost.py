@@ -42,6 +42,8 @@ class Fate(Enum):
     SUPERSEDED = "superseded"
     SURPLUS = "surplus"
     INFRA_FAILED = "infra_failed"
+    EVALUATED = "evaluated"
+    """Work on a trajectory of an evaluation, whether or not it counts."""
     IN_FLIGHT = "in_flight"
     """Work on a trajectory without an outcome."""
     LOST = "lost"

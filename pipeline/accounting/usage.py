@@ -244,5 +244,6 @@ def _tip(results: Sequence[_Result], applied: _Applied | None, *, ended: bool) -
 
 
 def _trainer_step(line: Mapping[str, Any]) -> TrainerStep:
-    other = sum(line.get(name) or 0.0 for name in ("waiting_seconds", "publishing_seconds", "checkpoint_seconds"))
+    names = ("waiting_seconds", "publishing_seconds", "checkpoint_seconds", "evaluation_seconds")
+    other = sum(line.get(name) or 0.0 for name in names)
     return TrainerStep(line["ended_at"], line["training_seconds"], other, line["devices"])

@@ -243,6 +243,15 @@ def trainer(common: Common) -> None:
 
 
 @app.command(rich_help_panel=ROLES)
+@with_common
+def evaluator(common: Common) -> None:
+    """Run the evaluator, which has policy versions sampled on prompts that are never trained on."""
+    from rose.pipeline.cli.roles import run_evaluator_role
+
+    run_evaluator_role(common)
+
+
+@app.command(rich_help_panel=ROLES)
 @keep_docstring
 def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key.")]) -> None:
     """Make the private key with which a trainer signs its versions, and the public key (FILE.pub) for executors."""

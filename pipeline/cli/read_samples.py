@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from rose.pipeline.samples.serving_load import ServingLoads
 from rose.pipeline.terminal import print_line
 from rose.schemas.errors import UsageError
 from rose.schemas.heartbeats import SlackHeartbeat
+from rose.schemas.prompts import is_evaluation
 from rose.schemas.samples import Outcome
 from rose.topics.acl import VIEW, connect_as
 from rose.topics.catalog import HEARTBEATS
@@ -198,16 +200,30 @@ def export_to(common: Common, target: Path, file_format: str, wanted: SampleFilt
         with readable_log(config) as settings:
             connect_as(settings, VIEW)
             advantages = GroupAdvantages(config.settings.trainer)
-            written, left_out, reasons = _write(settings, wanted, writer, advantages, decode, file_format, limit)
+            done = _write(settings, wanted, writer, advantages, decode, file_format, limit)
         writer.close()
     except BaseException:
         writer.discard()
         raise
-    print_line(f"{written} trajectories are in {target}")
-    if left_out:
-        print_line(f"left out: {left_out} without a reward, a sampled token or an outcome")
-    for reason, count in sorted(reasons.items()):
+    print_line(f"{done.written} trajectories are in {target}")
+    if done.left_out:
+        print_line(f"left out: {done.left_out} without a reward, a sampled token or an outcome")
+    if done.evaluated:
+        print_line(f"left out: {done.evaluated} of evaluations (--outcome evaluated exports them)")
+    for reason, count in sorted(done.reasons.items()):
         sys.stderr.write(f"{count} without an advantage: {reason}\n")
+
+
+@dataclass(slots=True)
+class _Exported:
+    """Numbers of trajectories of an export."""
+
+    written: int = 0
+    left_out: int = 0
+    evaluated: int = 0
+    """Number of trajectories of evaluations that were left out."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of trajectories without an advantage, by reason."""
 
 
 def _write(
@@ -218,22 +234,26 @@ def _write(
     decode: Decode | None,
     file_format: str,
     limit: int | None,
-) -> tuple[int, int, Counter[str]]:
-    """Write rows; return how many, how many were left out, and how many have no advantage for which reason."""
-    written, left_out, reasons = 0, 0, Counter[str]()
+) -> _Exported:
+    """Write rows; trajectories of evaluations only if they were asked for, since exports are often trained on."""
+    done = _Exported()
+    with_evaluations = wanted.group is not None or Outcome.EVALUATED.value in wanted.outcomes
     with closing(read_groups(settings, wanted)) as groups:
         for group in groups:
+            if is_evaluation(group.group_id) and not with_evaluations:
+                done.evaluated += sum(map(wanted.accepts, group.members))
+                continue
             known = advantages.of(group)
             for each in filter(wanted.accepts, group.members):
                 advantage: Advantage = known[each.sample.trajectory_id]
                 row = export_row(file_format, each, advantage, decode)
                 if row is None:
-                    left_out += 1
+                    done.left_out += 1
                     continue
                 writer.write(row)
-                written += 1
+                done.written += 1
                 if advantage.reason:
-                    reasons[advantage.reason] += 1
-                if written == limit:
-                    return written, left_out, reasons
-    return written, left_out, reasons
+                    done.reasons[advantage.reason] += 1
+                if done.written == limit:
+                    return done
+    return done

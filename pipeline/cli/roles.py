@@ -29,7 +29,7 @@ from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.heartbeats import RoleBegun
 from rose.schemas.limits import MAX_TEXT_CHARACTERS
 from rose.schemas.setting_bounds import is_http_server
-from rose.topics.acl import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role, connect_as
+from rose.topics.acl import CONTROL, ENVIRONMENT, EVALUATOR, EXECUTOR, ROUTER, TRAINER, Role, connect_as
 from rose.topics.catalog import ROLE_STARTS
 from rose.topics.health import HEALTH, Health
 from rose.topics.processes import start_thread
@@ -160,7 +160,21 @@ def run_trainer_role(common: Common) -> None:
         run_folder_lock(config.run_folder, TRAINER_LOCK),
         _running_role(config, TRAINER, config.settings.metrics.trainer, name="trainer") as (settings, stop),
     ):
-        run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
+        run_trainer(
+            settings, config.settings.trainer, stop, weights=config.weights, evaluation=config.settings.evaluation
+        )
+
+
+def run_evaluator_role(common: Common) -> None:
+    """Run the evaluator until a signal asks it to stop. Raises BadPrompts or UsageError for what it cannot evaluate."""
+    from rose.pipeline.local.evaluation_set import evaluation_set
+    from rose.workers.evaluator.loop import run_evaluator
+
+    config = load(common)
+    require_signing_key(config.bus(), config.weights.trusted_key, "trusted_key")
+    tasks, port = evaluation_set(config), config.settings.metrics.evaluator
+    with _running_role(config, EVALUATOR, port, name="evaluator") as (settings, stop):
+        run_evaluator(settings, config.settings.evaluation, config.weights, tasks, stop)
 
 
 def number_of(worker: str) -> int:

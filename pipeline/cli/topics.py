@@ -136,8 +136,8 @@ def print_acls(
         typer.Option(
             "--role",
             metavar="ROLE",
-            help="environment, router, control, executor (also lenders), trainer, producer, view, tracker, replay, "
-            "operator or admin.",
+            help="environment, router, control, executor (also lenders), trainer, evaluator, producer, view, tracker, "
+            "replay, operator or admin.",
         ),
     ],
     principal: Annotated[

@@ -5,6 +5,7 @@ and a repeated step replaces itself.
 """
 
 import re
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 
@@ -13,10 +14,12 @@ from rose.pipeline.config.options import Common
 from rose.pipeline.local.broker import readable_log, starts_own_broker
 from rose.pipeline.process_setup import stop_on_signals
 from rose.pipeline.terminal import print_line
+from rose.pipeline.tracking.evaluations import EvaluationTracking
 from rose.pipeline.tracking.log import StepLog
 from rose.pipeline.tracking.trackers import Target, Tracker, open_tracker
 from rose.schemas.errors import UsageError
 from rose.topics.acl import TRACKER, connect_as
+from rose.workers.weights.trust import run_id
 
 FLUSHED_STEPS = 100
 """Steps that are written before they are stored and committed, while the tracker catches up."""
@@ -46,15 +49,27 @@ def track_run(
         with readable_log(config) as settings:
             connect_as(settings, TRACKER)
             model = config.settings.trainer.model_id
-            with StepLog(settings, model, name or tracker, from_start=from_start) as log:
-                count = write_steps(log, writer, follow=follow, stop=stop)
+            run = run_id(settings.namespace, config.weights.run)
+            evaluations = EvaluationTracking(
+                settings, model, run, lambda: open_tracker(tracker, target.for_evaluations)
+            )
+            with (
+                closing(evaluations),
+                StepLog(settings, model, name or tracker, from_start=from_start) as log,
+            ):
+                count = write_steps(log, writer, follow=follow, stop=stop, evaluations=evaluations)
     finally:
         writer.close()
     print_line(f"{count} steps written to {tracker}")
 
 
-def write_steps(log: StepLog, tracker: Tracker, *, follow: bool, stop: Event) -> int:
-    """Write the steps of the log to the tracker, and return how many. Raises RoseError."""
+def write_steps(
+    log: StepLog, tracker: Tracker, *, follow: bool, stop: Event, evaluations: EvaluationTracking | None = None
+) -> int:
+    """Write the steps of the log to the tracker, and return how many. Raises RoseError.
+
+    `evaluations`: writes the results of evaluations at each end of the log.
+    """
     count, pending = 0, 0
     for point in log.steps(follow=follow, should_stop=stop.is_set):
         if point is not None:
@@ -64,6 +79,8 @@ def write_steps(log: StepLog, tracker: Tracker, *, follow: bool, stop: Event) ->
             tracker.flush()
             log.commit()
             pending = 0
+        if point is None and evaluations is not None:
+            evaluations.update()
     if pending:
         tracker.flush()
         log.commit()

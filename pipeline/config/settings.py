@@ -30,6 +30,7 @@ from rose.topics.health import RESTART_WINDOW_SECONDS
 from rose.topics.settings import PREFIX as NAMES
 from rose.topics.settings import check_required_settings
 from rose.workers.environments.config import EnvironmentConfig, deferred_versions
+from rose.workers.evaluator.config import EvaluationConfig
 from rose.workers.executor.config import NAME, ExecutorConfig
 from rose.workers.lender.config import EndpointConfig, LenderConfig
 from rose.workers.loadgen.config import LoadgenConfig
@@ -239,6 +240,8 @@ class MetricsSection:
     """Port of the control app's metrics."""
     trainer: int = 0
     """Port of the trainer's metrics."""
+    evaluator: int = 0
+    """Port of the evaluator's metrics."""
     environment: int = 0
     """Port of the first environment worker's metrics; worker n uses this port plus n."""
     executor: int = 0
@@ -321,6 +324,7 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "trainer.model_id": ("model.id",),
     "trainer.run_folder": ("run.folder", "run.name"),
     "trainer.seed": ("run.seed",),
+    "evaluation.model_id": ("model.id",),
     "users.model_folder": ("serving.folder",),
     "users.run_folder": ("run.folder", "run.name"),
     "weights.run": ("run.name",),
@@ -352,6 +356,7 @@ class Settings(BaseModel):
     router: RouterConfig = Field(default_factory=RouterConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
     trainer: TrainerConfig
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     tracing: TracingSection = Field(default_factory=TracingSection)
@@ -403,6 +408,11 @@ def check_together(settings: Settings) -> None:
         f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
         f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
     }
+    evaluation, tasks = settings.evaluation, settings.tasks
+    fits[
+        f"evaluation.tasks ({evaluation.tasks}) is more than tasks.held_out ({tasks.held_out}): raise that, or give "
+        "evaluation.prompts"
+    ] = not evaluation.every_versions or evaluation.prompts is not None or evaluation.tasks <= tasks.held_out
     for path, names in {
         "tasks.environment": (settings.tasks.environment,),
         "environment.environments": environment.environments,

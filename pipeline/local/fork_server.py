@@ -51,6 +51,7 @@ PRELOAD = {
     "control": ("rose.pipeline.cli.roles", "rose.pipeline.control.service", "rose.pipeline.control.app"),
     "environment": ("rose.pipeline.cli.roles", "rose.workers.environments.main", "tokenizers"),
     "evaluate": ("rose.pipeline.cli.run_commands", *ENGINE_MODULES),
+    "evaluator": ("rose.pipeline.cli.roles", "rose.workers.evaluator.loop"),
     "executor": (
         "rose.pipeline.cli.roles",
         "rose.workers.executor.engine_process",

@@ -196,6 +196,8 @@ def roles_of(config: Config) -> list[Role]:
         Role("trainer", ("trainer", *common), ends_run_with=config.settings.trainer.exported),
         *executors,
     ]
+    if config.settings.evaluation.every_versions:
+        roles.append(Role("evaluator", ("evaluator", *common)))
     return [replace(role, niceness=NICENESS_BESIDE_SERVERS) for role in roles] if run.lenders else roles
 
 

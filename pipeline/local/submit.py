@@ -19,7 +19,7 @@ import msgspec
 
 from rose.schemas.errors import RecordError, UsageError
 from rose.schemas.progress import Group, GroupState
-from rose.schemas.prompts import Prompt, sampling_error
+from rose.schemas.prompts import EVALUATION_PREFIX, Prompt, is_evaluation, sampling_error
 from rose.schemas.wire import encode, parse_prompt_json
 from rose.topics.catalog import GROUPS, PROMPTS, home_partition
 from rose.topics.dead_letters import dead_lettered_places
@@ -45,12 +45,13 @@ class RequestedWork:
         return group_id in self.prompts or (group is not None and group.state is not GroupState.REFUSED)
 
     def sizes(self, members_ratio: float) -> dict[str, int]:
-        """Return the number of trajectories of each group, including refused ones.
+        """Return the number of trajectories of each group, including refused ones, without those of evaluations.
 
         `members_ratio`: see EnvironmentConfig.
         """
         prompts = {name: members_to_open(prompt.group_size, members_ratio) for name, prompt in self.prompts.items()}
-        return prompts | {name: group.group_size for name, group in self.groups.items()}
+        groups = {name: group.group_size for name, group in self.groups.items() if not is_evaluation(name)}
+        return prompts | groups
 
 
 def read_requested(settings: BusSettings) -> RequestedWork:
@@ -114,10 +115,13 @@ class BadPrompts(UsageError):
         super().__init__("\n".join([f"{path}: {summary}; nothing was sent", *named]))
 
 
-def read_prompts(path: Path, environments: Collection[str], *, without: Path | None = None) -> list[Prompt]:
+def read_prompts(
+    path: Path, environments: Collection[str], *, without: Path | None = None, trained: bool = True
+) -> list[Prompt]:
     """Read the prompts of a JSONL file. Every prompt must be for one of the `environments`; empty lines are skipped.
 
-    `without` is a `metrics.jsonl`, whose settled groups are left out. Raises BadPrompts or UsageError.
+    `without` is a `metrics.jsonl`, whose settled groups are left out. `trained`: whether the prompts are trained on, so
+    that their sampling must be one that the loss can weigh. Raises BadPrompts or UsageError.
     """
     settled = frozenset() if without is None else settled_groups(without)
     try:
@@ -142,8 +146,13 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
                     f"unknown environment {prompt.environment!r}: the configuration here names "
                     f"{', '.join(environments)}; name your own in environment.environments"
                 )
-            if reason := sampling_error(prompt.sampling):
+            if trained and (reason := sampling_error(prompt.sampling)):
                 raise UsageError(reason)
+            if prompt.evaluation or prompt.pinned_version is not None or is_evaluation(prompt.group_id):
+                raise UsageError(
+                    "only `rose evaluator` sets evaluation and pinned_version, and group ids that begin with "
+                    f"{EVALUATION_PREFIX}: leave them out"
+                )
         except (UsageError, RecordError) as error:
             bad.append((number, str(error)))
         else:

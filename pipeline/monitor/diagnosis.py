@@ -62,7 +62,8 @@ class Finding:
 
     severity: Severity
     who: str
-    """Subject: `roles`, `executors`, `router`, `environments`, `trainer`, `prompts`, `letters`, `broker` or `run`."""
+    """Subject: `roles`, `executors`, `router`, `environments`, `trainer`, `evaluator`, `prompts`, `letters`, `broker`
+    or `run`."""
     sentence: str
 
 
@@ -74,6 +75,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_routers(facts),
         *_environments(facts),
         *_trainer(facts),
+        *_evaluator(facts),
         *_prompts(facts),
         *_dead_letters(facts),
     ]
@@ -330,7 +332,21 @@ def _trainer(facts: Facts) -> Iterator[Finding]:
     silence = f", which has settled nothing for {facts.settled_seconds:.0f} s" if silent else ""
     full = facts.window_groups is not None and facts.open_groups >= facts.window_groups
     groups = "every group of the window waits" if full else f"all {facts.open_groups} open groups wait"
-    yield Finding(Severity.WAITS, "trainer", f"{groups} for the trainer{silence}")
+    held = (
+        "; it may hold a version back until `rose evaluator` has evaluated the newest one" if _may_hold(facts) else ""
+    )
+    yield Finding(Severity.WAITS, "trainer", f"{groups} for the trainer{silence}{held}")
+
+
+def _may_hold(facts: Facts) -> bool:
+    """Whether the trainer may wait for an evaluation that does not run."""
+    return facts.evaluation_due and not facts.evaluating
+
+
+def _evaluator(facts: Facts) -> Iterator[Finding]:
+    if facts.evaluating:
+        left = f"{_trajectories(facts.evaluating)} of it have no outcome"
+        yield Finding(Severity.NOTE, "evaluator", f"an evaluation is under way: {left}")
 
 
 def _prompts(facts: Facts) -> Iterator[Finding]:

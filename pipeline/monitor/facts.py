@@ -167,7 +167,11 @@ class Facts:
     in_a_turn: int = 0
     """Number of trajectories of open groups that have not ended."""
     waiting_for_trainer: int = 0
-    """Number of trajectories of open groups that have ended and have no outcome."""
+    """Number of trajectories of open groups that have ended and have no outcome, without those of evaluations."""
+    evaluating: int = 0
+    """Number of trajectories of evaluations without an outcome."""
+    evaluation_due: bool = False
+    """Whether the newest version is one that is evaluated: the trainer may hold the next version back."""
     results_waiting: int = 0
     """Number of results that no environment worker has read."""
     openable: int | None = None

@@ -36,6 +36,7 @@ from rose.topics.queries import noop
 from rose.topics.reader import Reader
 from rose.topics.records import EndOfPartition, Envelope, Place
 from rose.topics.settings import BusSettings
+from rose.workers.evaluator.config import EvaluationConfig
 from rose.workers.weights.trust import Trust, UntrustedReason
 
 if TYPE_CHECKING:
@@ -65,13 +66,14 @@ class RunFollower:
         window_groups: int,
         max_lag_versions: int,
         patience: Patience = PATIENCE,
+        evaluation: EvaluationConfig | None = None,
         on_wait: Callable[[], None] = noop,
     ) -> None:
         """Start to follow the run.
 
         `trust` decides which versions count. `whole` reads the run from its beginning, so that its counts are complete.
-        `window_groups` is the window of one worker. `on_wait` is called every few seconds until reading has begun; an
-        exception from it ends the wait.
+        `window_groups` is the window of one worker. `evaluation`: None if no version is evaluated. `on_wait` is called
+        every few seconds until reading has begun; an exception from it ends the wait.
 
         Raises BrokerUnreachable, TopicMissing or BusError.
         """
@@ -79,6 +81,7 @@ class RunFollower:
         self._window_groups = window_groups
         self._max_lag_versions = max_lag_versions
         self._patience = patience
+        self._evaluation = evaluation or EvaluationConfig()
         self._probe = BrokerProbeThread(settings)
         self._reader = Reader(settings, CLIENT, report_ends=True, on_wait=on_wait)
         self.run_state = RunState(began=time.monotonic())
@@ -165,6 +168,8 @@ class RunFollower:
             window_groups=self._window_groups * workers if workers else None,
             in_a_turn=view.in_a_turn,
             waiting_for_trainer=view.waiting_for_trainer,
+            evaluating=view.evaluating,
+            evaluation_due=self._evaluation.is_due(view.version),
             results_waiting=known.lag.get(COMPLETED, 0),
             openable=self._backlog.openable,
             opened_seconds=view.opened_seconds(then, min(known.waiting_stamps.values(), default=None)),
@@ -249,6 +254,7 @@ def follow_run(
             turn_seconds=environment.turn_patience_seconds,
             training_seconds=trainer.hung_seconds,
         ),
+        evaluation=config.settings.evaluation,
         on_wait=on_wait,
     )
 

@@ -24,7 +24,7 @@ from rose.pipeline.monitor.stage_clock import BrokerClock, RoleStarts, Stage, St
 from rose.pipeline.routing.liveness import FORGET_SECONDS
 from rose.schemas.heartbeats import ExecutorState, RoleBegun, SlackHeartbeat
 from rose.schemas.progress import Group, GroupState
-from rose.schemas.prompts import group_id_of, trajectory_id
+from rose.schemas.prompts import group_id_of, is_evaluation, trajectory_id
 from rose.schemas.record import Record
 from rose.schemas.samples import Outcome, Sample, SampleOutcome
 from rose.schemas.turns import TurnOutcome, TurnResult
@@ -141,7 +141,8 @@ class RunState:
                     self._turn_moments.append(now)
             case Sample():
                 self.samples += 1
-                self._recent.append((record.success, len(record.turns)))
+                if not is_evaluation(record.group_id):
+                    self._recent.append((record.success, len(record.turns)))
                 self._on_stage_progress(Stage.SAMPLED, record.group_id, now, stamp, fresh=fresh)
             case Group():
                 self._on_group(record)
@@ -150,7 +151,8 @@ class RunState:
             case SampleOutcome():
                 self.ends[record.outcome] += 1
                 self._failures.append(record.reason if record.outcome is Outcome.INFRA_FAILED else None)
-                self.step = max(self.step, record.step)
+                if not is_evaluation(record.group_id):
+                    self.step = max(self.step, record.step)
                 # Outcomes of groups that are not open are ignored: groups are read before outcomes.
                 self._unsettled.get(record.group_id, set()).discard(record.trajectory_id)
                 self._on_stage_progress(Stage.SETTLED, record.group_id, now, stamp, fresh=fresh)
@@ -233,8 +235,8 @@ class RunState:
 
     @property
     def open_groups(self) -> int:
-        """Number of groups of which at least one trajectory has no outcome, without the deferred ones."""
-        return sum(bool(names) for _, names in self._active())
+        """Number of open groups that count against the window: neither deferred nor of an evaluation."""
+        return sum(bool(names) and not is_evaluation(group) for group, names in self._active())
 
     @property
     def in_a_turn(self) -> int:
@@ -243,8 +245,13 @@ class RunState:
 
     @property
     def waiting_for_trainer(self) -> int:
-        """Number of trajectories of open groups that have ended and have no outcome."""
-        return sum(len(names - self._live) for names in self._unsettled.values())
+        """Number of trajectories of open groups that have ended and have no outcome, without those of evaluations."""
+        return sum(len(names - self._live) for group, names in self._unsettled.items() if not is_evaluation(group))
+
+    @property
+    def evaluating(self) -> int:
+        """Number of trajectories of evaluations that have no outcome."""
+        return sum(len(names) for group, names in self._unsettled.items() if is_evaluation(group))
 
     @property
     def refused(self) -> int:
@@ -284,8 +291,8 @@ class RunState:
         return self.stage_clock.role_starts.recent(now)
 
     def open_groups_by_home(self) -> Counter[int]:
-        """Number of open groups by home, without the deferred ones."""
-        return Counter(self._home(name) for name, names in self._active() if names)
+        """Number of open groups that count against the window, by home."""
+        return Counter(self._home(name) for name, names in self._active() if names and not is_evaluation(name))
 
     def live_by_home(self) -> Counter[int]:
         """Number of trajectories of open groups that have not ended, by home, without those of deferred groups."""
@@ -319,7 +326,8 @@ class RunState:
         home = self._home(group.group_id)
         decided_to = group.offset + 1 if group.decided_to is None else group.decided_to
         self._decided_to[home] = max(decided_to, self._decided_to.get(home, 0))
-        ahead = self._decided.get(home, set()) | {group.offset}
+        own = set() if is_evaluation(group.group_id) else {group.offset}  # others are offsets of another topic
+        ahead = self._decided.get(home, set()) | own
         self._decided[home] = {offset for offset in ahead if offset >= self._decided_to[home]}
 
     def _active(self) -> Iterator[tuple[str, set[str]]]:

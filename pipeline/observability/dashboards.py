@@ -249,6 +249,7 @@ WEIGHTS = Dashboard(
                 "waiting for the batch": each_mean("rose_trainer_batch_wait_seconds"),
                 "waiting for the policy": each_mean("rose_trainer_policy_wait_seconds"),
                 "training": each_mean("rose_trainer_training_seconds"),
+                "waiting for an evaluation": each_mean("rose_trainer_evaluation_wait_seconds"),
                 "checkpoint": each_mean("rose_trainer_checkpoint_seconds"),
             },
         ),
@@ -268,6 +269,26 @@ WEIGHTS = Dashboard(
             "Reward and success in the latest step.",
             "short",
             {"reward": "rose_trainer_reward_mean", "success": "rose_trainer_success_ratio"},
+        ),
+        Panel(
+            "Evaluations",
+            "Scores of the latest complete evaluation, on prompts that are never trained on, and the best so far.",
+            "short",
+            {
+                "avg@k": "rose_evaluator_success_ratio",
+                "pass@k": "rose_evaluator_pass_ratio",
+                "reward": "rose_evaluator_reward_mean",
+                "best": "rose_evaluator_best_score",
+            },
+        ),
+        Panel(
+            "Samples of evaluations",
+            "Samples by whether they count: others are of another version than the pinned one, or have failed.",
+            "short",
+            {
+                "{{taken}}": "sum by (taken) (rose_evaluator_samples_total)",
+                "prompts left": "rose_evaluator_prompts_left",
+            },
         ),
         Panel(
             "Drift of logprobs",

@@ -30,6 +30,7 @@ class Meaning:
 
 
 MEANINGS = {
+    "best_exported": Meaning("The policy of the best version so far is exported."),
     "broker_error": Meaning("The Kafka client reports an error of the broker.", "Check that the broker answers."),
     "call_waits_for_broker": Meaning(
         "A Kafka call has not returned, and the broker answers no other client either.",
@@ -118,6 +119,20 @@ MEANINGS = {
         "The trainer cannot continue the versions on the log, so it starts a new epoch of policy versions.",
         "Check that the trainer has the checkpoints and the namespace that it should have.",
     ),
+    "evaluation_completed": Meaning("A version has been evaluated, and its result is on the log."),
+    "evaluation_incomplete": Meaning(
+        "An evaluation has ended without all of its samples, and has no scores.",
+        "See `reason`: repair what failed, or raise `evaluation.hold_seconds` if a newer version came too early.",
+    ),
+    "evaluation_not_awaited": Meaning(
+        "The trainer has held a version back for `evaluation.hold_seconds`, and goes on without the evaluation.",
+        "Start `rose evaluator`, or raise `evaluation.hold_seconds`.",
+    ),
+    "evaluation_prompt_ignored": Meaning(
+        "A message of the topic of evaluations is no prompt of an evaluation, and is ignored.",
+        "Find its producer: only `rose evaluator` writes this topic.",
+    ),
+    "evaluation_started": Meaning("The evaluator asks for samples of a version."),
     "executor_ignored": Meaning(
         "An executor sends heartbeats for an inbox that its cell does not have.",
         "Correct `executor.slot`, or add inboxes with `rose topics create`.",
@@ -248,7 +263,9 @@ MEANINGS = {
         "The role failed, discards its state and starts again in the same process.",
         "See `reason`; `rose status` says whether it repeats.",
     ),
-    "run_completed": Meaning("The run has trained on all of its groups, and the policy is exported."),
+    "run_completed": Meaning(
+        "The run has trained on all of its groups, or an evaluation has ended it (early stop); the policy is exported."
+    ),
     "run_resumed": Meaning("The trainer continues from a checkpoint."),
     "sample_dropped": Meaning("A sample came a second time and is ignored."),
     "samples_lost": Meaning(
@@ -334,6 +351,7 @@ ROLES = (
     ("workers/lender/", "Lending server"),
     ("workers/trainer/", TRAINER),
     ("workers/weights/", TRAINER),
+    ("workers/evaluator/", "Evaluator"),
     ("workers/loadgen/", "Load generator"),
 )
 """Role by the beginning of a module's path, in the order of the page; the first match counts."""

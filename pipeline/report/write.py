@@ -32,6 +32,7 @@ from rose.pipeline.report.length_bias import length_sentence
 from rose.pipeline.report.page import number, percent, render_page
 from rose.pipeline.report.summary import RunMetadata, Success, Summary, summarise
 from rose.schemas.errors import UsageError
+from rose.schemas.evaluations import EvaluationResult, Metric
 from rose.topics.settings import BusSettings
 from rose.workers.loadgen.requests import read_request_log
 from rose.workers.trainer.metrics import read_step_log
@@ -101,6 +102,8 @@ def print_summary(console: Console, summary: Summary, folder: Path) -> None:
         "policy versions",
         f"{weights.versions}, {weights.bytes / 2**20:.1f} MiB; swap {1000 * weights.swap_seconds_p99:.1f} ms (p99)",
     )
+    if summary.evaluations:
+        table.add_row("evaluations", evaluations_sentence(summary.evaluations))
     if (lent := summary.lending) is not None:
         failed = f", [red]{lent.failed} failed[/red]" if lent.failed else ""
         kept = f"{lent.requests} requests of users{failed}, {lent.kept:.1%} within the promise"
@@ -135,7 +138,7 @@ def report_html(
     `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`, `rows` those of
     `moments.jsonl`. `texts` are by default those of a live run.
     """
-    from rose.pipeline.report import charts, cost_charts
+    from rose.pipeline.report import charts, cost_charts, evaluation_chart
 
     if texts is None:
         started = datetime.fromtimestamp(summary.started_at, UTC)
@@ -143,6 +146,7 @@ def report_html(
     drawn = {
         "lending": charts.lending_chart(rows, summary.lending.promised) if summary.lending else None,
         "learning": charts.learning_curve(history, summary.success),
+        "evaluations": evaluation_chart.evaluation_curves(summary.evaluations),
         "turns": charts.trajectory_turns(history),
         "occupancy": charts.occupancy(history),
         "timeline": charts.timeline(history),
@@ -160,6 +164,7 @@ def report_html(
         law=conservation_sentence(summary),
         lengths=length_sentence(summary.lengths) if summary.lengths else None,
         lent=lending_sentence(summary.lending, users=texts.users) if summary.lending else None,
+        evaluated=evaluations_sentence(summary.evaluations),
         priced=cost_sentence(summary.cost),
         uncounted=uncounted_sentence(summary.cost),
         configuration=configuration,
@@ -176,6 +181,26 @@ def headline(success: Success) -> str:
             return f"Held-out success was {percent(after)} on {success.n} fixed tasks."
         case _:
             return "Held-out success was not measured."
+
+
+def evaluations_sentence(results: Sequence[EvaluationResult]) -> str:
+    """Return how many evaluations are complete, and the best one of each set, in sentences."""
+    complete = [result for result in results if result.complete]
+    sentences = [f"{len(complete)} of {len(results)} evaluations are complete."]
+    newest = {(result.evaluation, result.set_digest): result for result in results}
+    for result in newest.values():
+        if result.best_score is not None:
+            best = f"version {result.best_version} is the best ({_name_of(result)} {result.best_score:.4g})"
+            sentences.append(f"{result.evaluation}: {best}.")
+    return " ".join(sentences)
+
+
+def _name_of(result: EvaluationResult) -> str:
+    if result.metric is Metric.SUCCESS:
+        return f"avg@{result.samples}"
+    if result.metric is Metric.PASS and result.pass_at:
+        return f"pass@{result.pass_at[-1].k}"
+    return f"mean {result.metric.value}"
 
 
 def conservation_sentence(summary: Summary) -> str:

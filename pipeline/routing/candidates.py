@@ -107,6 +107,9 @@ TIME_TOLERANCE_SECONDS = 1e-6
 CLOSED = -1
 """Room of an executor that may not be sent turns."""
 
+ANY_VERSION = -1
+"""Stands for the pinned version of a turn that any version may sample."""
+
 MIN_HEAP_ENTRIES = 64
 """Entries that a heap may have before invalid entries are dropped, and groups before empty groups are dropped."""
 
@@ -123,6 +126,8 @@ class CostClass(NamedTuple):
     """Rate of steps without tokens: `token_seconds` is the fixed time of a step."""
     frozen: bool
     seeded: bool
+    version: int
+    """Policy version that the executor has proven."""
 
 
 class PlacementQuery(msgspec.Struct, frozen=True, gc=False):
@@ -139,6 +144,8 @@ class PlacementQuery(msgspec.Struct, frozen=True, gc=False):
     """Executors with a cached prefix of the context, and the length of the prefix in tokens; each at most once."""
     seeded: bool = False
     """Whether the turn samples with a seed."""
+    pinned_version: int = ANY_VERSION
+    """Policy version that the executor must have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,6 +210,7 @@ class CandidateGroup:
     decode_token_seconds: float
     """Cost of a new token on each candidate of the group."""
     seeded: bool
+    version: int
     min_room: int
     """Least room of a candidate that belongs to the group."""
     max_room: int
@@ -454,7 +462,8 @@ class CandidateIndex:
         """
         self.now = now
         room_tokens, context, new, seeded = query.room_tokens, query.context_tokens, query.new_tokens, query.seeded
-        second, home, cheapest = found.runner_up_cost, None, new * self._least_decode
+        pinned, second, home = query.pinned_version, found.runner_up_cost, None
+        cheapest = new * self._least_decode
         for price, _, group in self._groups:
             if context * price + cheapest >= second:
                 break
@@ -464,6 +473,7 @@ class CandidateIndex:
                 ((idle and idle[0][0] < limit) or (busy and busy[0][0] - now < limit + TIME_TOLERANCE_SECONDS))
                 and group.max_free_room >= room_tokens
                 and (group.seeded or not seeded)
+                and pinned in (ANY_VERSION, group.version)
             ):
                 candidate = group.cheapest(room_tokens, now, search, limit)
                 if candidate is not None:
@@ -490,6 +500,8 @@ class CandidateIndex:
         for price, _, group in self._groups:
             if group.max_free_room < room_tokens or (query.seeded and not group.seeded):
                 continue
+            if query.pinned_version not in (ANY_VERSION, group.version):
+                continue
             base = context * price + new * group.decode_token_seconds
             limit, idle, busy = max_seconds - base + TIME_TOLERANCE_SECONDS, group.idle, group.busy
             if (idle and idle[0][0] <= limit) or (busy and busy[0][0] - now <= limit):
@@ -507,6 +519,7 @@ class CandidateIndex:
             candidate.prefill_token_seconds,
             candidate.decode_token_seconds,
             candidate.cost_class.seeded,
+            candidate.cost_class.version,
             min_room,
             max_room,
             self.add,

@@ -5,8 +5,8 @@ Keeps true
   hardware, load and freshness are terms of this sum, not special cases.
 - The cost is the time of the turn itself plus the time by which it delays other turns. So the least cost makes all
   turns as short as a choice for one turn at a time can.
-- Only open executors are chosen, only executors with room for the turn (turns, tokens), and for a turn with a seed only
-  executors that take seeds.
+- Only open executors are chosen, only executors with room for the turn (turns, tokens), for a turn with a seed only
+  executors that take seeds, and for a turn with a pinned version only executors that have proven that version.
 - The choice equals that of a scan over all executors; the `candidates` index only makes it cheap.
 - `LargestBudget.tokens` is the greatest of the present budgets. While a `Shortage` lasts, every candidate with room for
   at least its `min_tokens` is in `with_room`, so a full fleet is not searched again.
@@ -44,6 +44,7 @@ from typing import NamedTuple
 import msgspec
 
 from rose.pipeline.routing.candidates import (
+    ANY_VERSION,
     CLOSED,
     Candidate,
     CandidateIndex,
@@ -189,7 +190,8 @@ class Placement:
         """Update a candidate from its newest heartbeat.
 
         `is_open`: whether the executor may be sent turns. `lag_versions`: policy versions behind the newest. Returns
-        whether the largest budget grew, so a turn may fit that fitted on no executor before.
+        whether the largest budget grew, or the executor is open again or with another version, so a turn may fit that
+        fitted on no executor before.
         """
         candidate = self.candidates.get(heartbeat.worker)
         if candidate is None:
@@ -204,9 +206,10 @@ class Placement:
             changed = True
         if is_open is candidate.is_open and not changed:
             return False
+        opened = is_open and (not candidate.is_open or heartbeat.policy_version != previous.policy_version)
         grew = self._update_budget(candidate, previous, is_open=is_open)
         self._update_costs(candidate)
-        return grew
+        return grew or opened
 
     def close(self, worker: str) -> None:
         """Place no turn on this executor until its next offer."""
@@ -286,8 +289,9 @@ class Placement:
                     self._consider(holder, query, now, found)
             self._index.search(query, now, self._searches, found)
         if found.best is None:
-            shortage.record(query.room_tokens)
-            self._min_shortage = min(each.min_tokens for each in self._shortages)
+            if query.pinned_version == ANY_VERSION:  # executors of other versions may have room
+                shortage.record(query.room_tokens)
+                self._min_shortage = min(each.min_tokens for each in self._shortages)
             return None
         if found.runner_up_cost <= found.best_cost + TIE_SECONDS:
             self._break_tie(query, now, found)
@@ -298,7 +302,7 @@ class Placement:
         return {
             worker: self._cost(candidate, query, now)
             for worker, candidate in self.candidates.items()
-            if candidate.room >= query.room_tokens and (candidate.heartbeat.seeded or not query.seeded)
+            if _fits(candidate, query)
         }
 
     def load_of(self, worker: str, now: float) -> ExecutorLoad:
@@ -319,7 +323,16 @@ class Placement:
 
     def fits_when_idle(self, query: PlacementQuery) -> bool:
         """Whether some open executor would have room for the turn if it held nothing."""
-        return self._largest_budgets[query.seeded].tokens >= query.room_tokens
+        if self._largest_budgets[query.seeded].tokens < query.room_tokens:
+            return False
+        return query.pinned_version == ANY_VERSION or any(
+            candidate.token_budget >= query.room_tokens and _may_run(candidate, query)
+            for candidate in self.candidates.values()
+        )
+
+    def has_version(self, version: int) -> bool:
+        """Whether an open executor has proven this policy version."""
+        return any(each.is_open and each.heartbeat.policy_version == version for each in self.candidates.values())
 
     @property
     def refuses_seeds(self) -> bool:
@@ -331,7 +344,11 @@ class Placement:
         self._next_number += 1
         prefill = rate_bucket(heartbeat.hardware.prefill_tokens_per_second, None)
         cost_class = CostClass(
-            prefill, rate_bucket(engine_step_rate(heartbeat), None), heartbeat.frozen, heartbeat.seeded
+            prefill,
+            rate_bucket(engine_step_rate(heartbeat), None),
+            heartbeat.frozen,
+            heartbeat.seeded,
+            heartbeat.policy_version,
         )
         candidate = self.candidates[heartbeat.worker] = Candidate(
             self._next_number, name_hash(heartbeat.worker), heartbeat, cost_class
@@ -351,8 +368,11 @@ class Placement:
             or step is not cost_class.step
             or heartbeat.frozen is not cost_class.frozen
             or heartbeat.seeded is not cost_class.seeded
+            or heartbeat.policy_version != cost_class.version
         ):
-            candidate.cost_class = CostClass(prefill, step, heartbeat.frozen, heartbeat.seeded)
+            candidate.cost_class = CostClass(
+                prefill, step, heartbeat.frozen, heartbeat.seeded, heartbeat.policy_version
+            )
             _update_token_costs(candidate)
             Placement._update_risk(candidate)
             return True
@@ -411,7 +431,7 @@ class Placement:
 
     def _consider(self, candidate: Candidate, query: PlacementQuery, now: float, found: CheapestTwo) -> None:
         """Consider one candidate individually, with its cached prefix."""
-        if candidate.room >= query.room_tokens and (candidate.heartbeat.seeded or not query.seeded):
+        if _fits(candidate, query):
             found.consider(candidate, self._cost(candidate, query, now))
         candidate.last_search = self._searches
 
@@ -443,8 +463,7 @@ class Placement:
             found.runner_up, found.runner_up_cost, found.best = cheapest, found.best_cost, best
 
     def _costs_no_more(self, candidate: Candidate, query: PlacementQuery, now: float, max_seconds: float) -> bool:
-        fits = candidate.room >= query.room_tokens and (candidate.heartbeat.seeded or not query.seeded)
-        return fits and self._cost(candidate, query, now) <= max_seconds
+        return _fits(candidate, query) and self._cost(candidate, query, now) <= max_seconds
 
     def _choice(self, query: PlacementQuery, now: float, found: CheapestTwo) -> Choice:
         best, runner_up = found.best, found.runner_up
@@ -463,6 +482,19 @@ class Placement:
             passed_over_seconds=0.0 if runner_up is None else found.runner_up_cost,
         )
         return Choice(heartbeat.worker, heartbeat.slot, heartbeat.incarnation, cost)
+
+
+def _fits(candidate: Candidate, query: PlacementQuery) -> bool:
+    """Whether the candidate may run the turn and has room for it now."""
+    return candidate.room >= query.room_tokens and _may_run(candidate, query)
+
+
+def _may_run(candidate: Candidate, query: PlacementQuery) -> bool:
+    """Whether the candidate has what the turn demands of an executor, apart from room."""
+    heartbeat = candidate.heartbeat
+    if query.seeded and not heartbeat.seeded:
+        return False
+    return query.pinned_version in (ANY_VERSION, heartbeat.policy_version)
 
 
 def _cached_tokens(candidate: Candidate, query: PlacementQuery) -> int:

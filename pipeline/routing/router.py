@@ -2,7 +2,8 @@
 
 Keeps true
 - No turn is lost: `requested = finished + failed + withdrawn + outstanding + waiting`, after every event.
-- A turn is dispatched only to an executor that is LIVE and ready, within the limits of the executor's newest heartbeat.
+- A turn is dispatched only to an executor that is LIVE and ready, within the limits of the executor's newest heartbeat,
+  and a turn with a pinned version only to an executor whose newest heartbeat has that version.
 - A turn is assigned to at most one executor. When the executor leaves, restarts, preempts, refuses or loses the turn,
   the turn is queued once under a new attempt. If an executor turns out to hold a queued turn still, the turn is
   assigned to that executor again.
@@ -30,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable
 import msgspec
 
 from rose.pipeline.routing.assignments import Assignments
-from rose.pipeline.routing.candidates import PlacementQuery
+from rose.pipeline.routing.candidates import ANY_VERSION, PlacementQuery
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.counters import Counters
 from rose.pipeline.routing.liveness import Executor, ExecutorStatus, Liveness
@@ -421,6 +422,7 @@ class Router:
                 turn.trajectory, turn.group_id, context_tokens, self.liveness.executors
             ),
             turn.seeded,
+            turn.pinned_version,
         )
 
     def _dispatch(self, turn: Turn, query: PlacementQuery, choice: Choice, now: float) -> TurnDispatch:
@@ -499,7 +501,9 @@ class Router:
 
     def _fail_out_of_patience(self, turn: Turn, now: float) -> TurnResult:
         """Fail a turn whose patience has passed."""
-        return self._fail(turn, turn.patience_reason(refuses_seeds=self.placement.refuses_seeds), now)
+        lacks_version = turn.pinned_version != ANY_VERSION and not self.placement.has_version(turn.pinned_version)
+        reason = turn.patience_reason(refuses_seeds=self.placement.refuses_seeds, lacks_version=lacks_version)
+        return self._fail(turn, reason, now)
 
     def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
         self._remove(turn, answered=False)

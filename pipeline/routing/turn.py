@@ -9,6 +9,7 @@ Keeps true
 
 import msgspec
 
+from rose.pipeline.routing.candidates import ANY_VERSION
 from rose.pipeline.running_mean import RunningMean
 from rose.schemas.arrays import count
 from rose.schemas.turns import Part, TurnKey, TurnRequest
@@ -109,6 +110,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     home: int
     max_tokens: int
     seeded: bool
+    pinned_version: int = ANY_VERSION
+    """Policy version of the executors that the turn may be sent to."""
     patience_seconds: float
     requested_at: float
     """Unix seconds on the environment worker's clock."""
@@ -188,6 +191,7 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
             home=request.home,
             max_tokens=sampling.max_tokens,
             seeded=sampling.seed is not None,
+            pinned_version=ANY_VERSION if request.pinned_version is None else request.pinned_version,
             patience_seconds=request.patience_seconds,
             requested_at=request.requested_at,
             digest=request.digest,
@@ -225,13 +229,18 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
         """Number of tokens that earlier attempts sampled."""
         return 0 if self.partial is None else count(self.partial.tokens)
 
-    def patience_reason(self, *, refuses_seeds: bool) -> str:
-        """Return what the turn has waited for all its patience. `refuses_seeds`: whether no executor takes seeds."""
+    def patience_reason(self, *, refuses_seeds: bool, lacks_version: bool) -> str:
+        """Return what the turn has waited for all its patience.
+
+        `refuses_seeds`: whether no executor takes seeds. `lacks_version`: whether no executor has the pinned version.
+        """
         patience = f"{self.patience_seconds:g} s"
         if self.worker:
             return f"{self.worker}, which has the turn, did not list it as running for {patience}"
         if self.seeded and refuses_seeds:
             return "no executor takes turns with a seed"
+        if lacks_version:
+            return f"no executor has version {self.pinned_version}, to which it is pinned"
         if self.context_missing:
             return f"its context cannot be read, and no anchor request came within {patience}"
         return f"no executor has taken it up in {patience}"

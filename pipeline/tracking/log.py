@@ -6,7 +6,7 @@ Keeps true
 - A step is computed from the same records after every restart: the committed offsets are those of the last step that
   was handed out, and of the oldest sample that it or a later step may need.
 - Samples are read only as far as the outcomes need them, so memory holds the facts of the trajectories in flight.
-- Samples of other models, and those that are dead letters, are in no step.
+- Samples of other models, of evaluations, and those that are dead letters, are in no step.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +15,7 @@ from math import inf
 from typing import NamedTuple, Self
 
 from rose.pipeline.tracking.steps import SampleFacts, Settled, StepPoint, point_of
+from rose.schemas.prompts import is_evaluation
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.topics.catalog import OUTCOMES, SAMPLES, TRACKER_PREFIX
 from rose.topics.dead_letters import dead_lettered_places
@@ -97,7 +98,11 @@ class StepLog:
                     yield None
                     if not follow:
                         return
-                elif isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
+                elif (
+                    isinstance(item, Envelope)
+                    and isinstance(item.record, SampleOutcome)
+                    and not is_evaluation(item.record.group_id)
+                ):
                     yield from self._add(item.record, item)
 
     def commit(self) -> None:
@@ -188,6 +193,8 @@ class StepLog:
         self._is_read_to_end = trajectory_id not in self._facts
 
     def _keep(self, sample: Sample, place: Place, offset: int) -> None:
+        if is_evaluation(sample.group_id):
+            return
         if sample.trajectory_id in self._settled_before:
             self._settled_before.discard(sample.trajectory_id)
         elif (place[1], offset) not in self._dead and sample.trajectory_id not in self._facts:

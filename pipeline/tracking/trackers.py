@@ -9,7 +9,7 @@ Keeps true
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import stderr
 from typing import Any, Protocol
@@ -18,6 +18,9 @@ from rose.pipeline.tracking.steps import StepPoint
 from rose.schemas.errors import RoseError, UsageError, describe_error
 
 MILLISECONDS = 1000
+
+EVALUATIONS = "evaluations"
+"""Name of the place of evaluations: a folder of TensorBoard, the end of a run's name elsewhere."""
 
 
 class Tracker(Protocol):
@@ -43,6 +46,11 @@ class Target:
     """Name of the tracker's project or experiment."""
     folder: Path
     """Folder of TensorBoard's event files."""
+
+    @property
+    def for_evaluations(self) -> "Target":
+        """The place of the run's evaluations, whose steps are policy versions."""
+        return replace(self, run=f"{self.run}-{EVALUATIONS}", folder=self.folder / EVALUATIONS)
 
 
 class TrackerFailed(RoseError):

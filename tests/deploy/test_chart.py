@@ -175,6 +175,7 @@ def test_pods_have_minimal_privileges(name: str) -> None:
     assert {each["metadata"]["name"] for each in found if each["kind"] == "PodDisruptionBudget"} == roles - {
         f"{RELEASE}-trainer",
         f"{RELEASE}-control",
+        f"{RELEASE}-evaluator",
     }
 
 

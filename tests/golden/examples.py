@@ -4,6 +4,7 @@ import msgspec
 
 from rose.schemas.arrays import pack_logprobs, pack_tokens
 from rose.schemas.cells import CellSummary, ExecutorLine
+from rose.schemas.evaluations import EvaluationResult, Metric, PassAt
 from rose.schemas.grants import CapacityGrant
 from rose.schemas.heartbeats import ExecutorState, Hardware, RoleBegun, SlackHeartbeat, Tenant, WorkerClass
 from rose.schemas.journal import CoreJournal, EntryKind, JournalDecision, JournalInput, RestoredRange
@@ -308,4 +309,29 @@ EXAMPLES: tuple[Record, ...] = (
         decisions=(JournalDecision(EntryKind.DISPATCH, 3, 401),),
     ),
     RoleBegun(role="router-0", times=3, reason="the broker was away", place="node-1/0"),
+    EvaluationResult(
+        model_id="policy",
+        run="team:run",
+        evaluation="held-out",
+        set_digest="0123abcd",
+        version=20,
+        epoch=1,
+        prompts=2,
+        samples=4,
+        counted=8,
+        mismatched=1,
+        failed=2,
+        complete=True,
+        reward=0.5,
+        success=0.5,
+        pass_at=(PassAt(1, 0.5), PassAt(2, 0.75)),
+        metric=Metric.SUCCESS,
+        score=0.5,
+        best_version=10,
+        best_score=0.625,
+        without_improvement=1,
+        stops_run=True,
+        started_at=1.5,
+        completed_at=2.5,
+    ),
 )

@@ -13,6 +13,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Producer
 from safetensors.torch import load_file
 
+from rose.pipeline.accounting.usage import UsageLedger
 from rose.pipeline.cli.roles import announce_starts
 from rose.pipeline.config.settings import WARM_START
 from rose.pipeline.control.config import ControlConfig
@@ -21,9 +22,12 @@ from rose.pipeline.journal import JournalWriter
 from rose.pipeline.local.fork_server import ForkedProcess, ForkServer
 from rose.pipeline.monitor.broker_probe import BrokerProbe
 from rose.pipeline.monitor.follower import RunFollower
+from rose.pipeline.report.history import read_history
 from rose.pipeline.routing.config import RouterConfig
 from rose.pipeline.routing.service import run_router
+from rose.pipeline.tracking.evaluations import EvaluationTracking
 from rose.pipeline.tracking.log import StepLog
+from rose.pipeline.tracking.steps import StepPoint
 from rose.schemas.errors import RoseError
 from rose.schemas.journal import CoreJournal
 from rose.schemas.turns import TurnOutcome, TurnResult
@@ -32,6 +36,7 @@ from rose.topics.acl import (
     CONTROL,
     DEAD_LETTERED,
     ENVIRONMENT,
+    EVALUATOR,
     EXECUTOR,
     OPERATOR,
     PRODUCER,
@@ -55,8 +60,10 @@ from rose.topics.catalog import (
     DEAD_LETTER_SOURCES,
     DEAD_LETTERS_TRANSACTIONAL_ID,
     DISPATCHED,
+    EVALUATION_RESULTS,
     HEARTBEATS,
     JOURNAL,
+    OUTCOMES,
     PROMPTS,
     REQUESTED,
     ROLE_STARTS,
@@ -79,8 +86,12 @@ from rose.topics.writer import Writer, resend
 from rose.workers.environments.config import EnvironmentConfig
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.main import run_environment_worker
+from rose.workers.evaluator.config import EvaluationConfig
+from rose.workers.evaluator.evaluation import EvaluationSet
+from rose.workers.evaluator.loop import run_evaluator
 from rose.workers.trainer.stream import SampleStream
-from rose.workers.weights.trust import Trust, make_keys, private_key
+from rose.workers.weights.config import WeightsConfig
+from rose.workers.weights.trust import Trust, make_keys, private_key, run_id
 from tests.integration.test_lend import CONTEXT, START_SECONDS, lending, prove
 from tests.support.executor_fixtures import Router
 from tests.support.lender_server_fixtures import MODEL, SERVING, Server, server_flags
@@ -96,10 +107,15 @@ TO_TELL = [
     Acl(operation, Resource.TOPIC, f"less.{ROLE_STARTS.name}") for operation in (Operation.READ, Operation.WRITE)
 ]
 TO_RECORD = [Acl(operation, Resource.TOPIC, f"less.{JOURNAL.name}") for operation in (Operation.READ, Operation.WRITE)]
+TO_COMPARE = [
+    Acl(operation, Resource.TOPIC, f"less.{EVALUATION_RESULTS.name}") for operation in (Operation.READ, Operation.WRITE)
+]
 LENDER = "lender"
 """A lender is an executor: its bus access is the same."""
 GROUPS_ASKED = 9
 """Eight groups from a file, and the group that was dead-lettered."""
+TASKS_EVALUATED = 2
+"""Tasks of the evaluation of version 0, with one sample each."""
 CONFIG = f"""
 [topics]
 home_partitions = {PARTITIONS.home}
@@ -122,6 +138,11 @@ kv_cache_bytes = 16777216
 groups_per_step = 4
 total_groups = {GROUPS_ASKED}
 minibatches = 1
+
+[evaluation]
+every_versions = 1000
+tasks = {TASKS_EVALUATED}
+samples = 1
 
 [control]
 page_port = 0
@@ -146,7 +167,7 @@ class Run:
         self.users, self.folder, self._fork_server = users, folder, fork_server
         public = make_keys(folder / "trainer.pem")
         trusted = ("--set", f"weights.trusted_key={public}")
-        self._keys = {role.name: trusted for role in (EXECUTOR, VIEW)}
+        self._keys = {role.name: trusted for role in (EXECUTOR, EVALUATOR, VIEW)}
         self._keys[TRAINER.name] = ("--set", f"weights.signing_key={folder / 'trainer.pem'}")
         (folder / "rose.toml").write_text(CONFIG)
 
@@ -221,7 +242,7 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     file = run.folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(prompt(number)) for number in range(1, GROUPS_ASKED - 1)))
     run.ask(PRODUCER, "submit", str(file))
-    processes |= {role: run.start(role) for role in (ROUTER, ENVIRONMENT, CONTROL)}
+    processes |= {role: run.start(role) for role in (ROUTER, ENVIRONMENT, CONTROL, EVALUATOR)}
     until(lambda: "event=cell_session_started" in run.log(ROUTER))
     until(lambda: sum(ends(everything, REQUESTED).values()) > 2 * 4)  # some groups are open, and there is no policy yet
     run.ask(OPERATOR, "settle", "g1:0", "--reason", "nobody wants it")
@@ -251,7 +272,7 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     for role, process in processes.items():
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, run.log(role)
-    assert f"{4 * GROUPS_ASKED} requested" in run.ask(VIEW, "audit")
+    assert f"{4 * GROUPS_ASKED + TASKS_EVALUATED} requested" in run.ask(VIEW, "audit")
     assert "outcome" in run.ask(VIEW, "replay", "g0:0")
     assert "no difference" in run.ask(REPLAY, "replay", "--from", "2000-01-01")
     assert "g0:0" in run.ask(VIEW, "why", "g0:0")
@@ -259,6 +280,7 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     assert place in run.ask(VIEW, "dlq", "list")
     assert "trained" in run.ask(VIEW, "samples", "list")
     follow_steps(users)
+    assert [each.version for each in read_history(viewer, UsageLedger()).evaluations] == [0]
     json.loads(rose(run.folder, "status", "--json", *run.common(VIEW)).stdout)
     do_what_is_seldom(users)
     refused = {
@@ -273,6 +295,22 @@ def test_training_works_with_least_privilege_for_each_role(run: Run) -> None:
     assert users.unused() == {VIEW.name: never}  # it would read these topics if they had records
 
 
+class Listing:
+    """A tracker that keeps the points in a list."""
+
+    def __init__(self, points: list[StepPoint]) -> None:
+        self._points = points
+
+    def write(self, point: StepPoint) -> None:
+        self._points.append(point)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def follow_steps(users: Users) -> None:
     """Read the steps as `rose track` does, and commit."""
     settings = users.settings(TRACKER)
@@ -280,6 +318,13 @@ def follow_steps(users: Users) -> None:
     with StepLog(settings, "policy", "test") as log:
         assert any(log.steps(follow=False, should_stop=lambda: False))
         log.commit()
+    points: list[StepPoint] = []
+    run = run_id(settings.namespace, "demo")
+    with closing(EvaluationTracking(settings, "policy", run, lambda: Listing(points))) as evaluations:
+        assert evaluations.update() == 1
+    [point] = points
+    assert point.step == 0
+    assert "held-out/avg@1" in point.values
 
 
 def has_answered(settings: BusSettings, worker: str) -> bool:
@@ -289,10 +334,12 @@ def has_answered(settings: BusSettings, worker: str) -> bool:
 
 
 def do_what_is_seldom(users: Users) -> None:
-    """Do the rare work of roles: read a context back, delete old records, resend every kind of dead letter."""
-    with closing(Reader(users.settings(EXECUTOR), "test")) as reader:
-        reader.assign({(REQUESTED, 0): OFFSET_BEGINNING})
-        until(lambda: bool(reader.read(1, 0.1)))
+    """Do the rare work of roles: read a context or outcomes back, delete old records, resend every kind of dead
+    letter."""
+    for role, topic in ((EXECUTOR, REQUESTED), (EVALUATOR, OUTCOMES)):
+        with closing(Reader(users.settings(role), "test")) as reader:
+            reader.assign({(topic, 0): OFFSET_BEGINNING})
+            until(lambda: bool(reader.read(1, 0.1)))
     operator = users.settings(OPERATOR)
     for topic in DEAD_LETTERED:
         dead_letter = next(each for each in read_dead_letters(operator, topic) if each.partition >= 0)
@@ -339,6 +386,9 @@ def begin(role: Role, settings: BusSettings) -> None:
         run_control(settings, ControlConfig(page_port=0), "less.:demo", stop)
     elif role is TRAINER:
         SampleStream(settings, "policy").close()
+    elif role is EVALUATOR:
+        tasks = EvaluationSet("held-out", (), 1)
+        run_evaluator(settings, EvaluationConfig(every_versions=1), WeightsConfig(), tasks, stop)
     elif role is TRACKER:
         with StepLog(settings, "policy", "test") as log:
             any(log.steps(follow=False, should_stop=stop.is_set))
@@ -366,7 +416,7 @@ def test_role_without_a_right_names_the_right(others: Users, role: Role) -> None
     settings = others.settings(role)
     connect_as(settings, role)
     for acl in acls(role, others.namespace):
-        if acl in (*TO_TELL, *TO_RECORD):
+        if acl in (*TO_TELL, *TO_RECORD, *TO_COMPARE):
             continue
         others.node.forbid(others.name(role), acl)
         with pytest.raises(RoseError) as refused:

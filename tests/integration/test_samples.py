@@ -167,6 +167,21 @@ def test_export_holds_the_wanted_samples_with_advantages(
     assert "1 without an advantage: not settled yet\n" in said.err
 
 
+def test_export_has_samples_of_evaluations_only_if_they_are_asked_for(
+    log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = "evaluation:held-out:0123abcd:0:0:0"
+    put(log, sample(group, 0, size=1))
+    log.outcome(f"{group}:0", Outcome.EVALUATED)
+    target = tmp_path / "rollouts.jsonl"
+    export_to(common(log.settings), target, "jsonl", ALL, limit=None)
+    assert group not in target.read_text()
+    assert "left out: 1 of evaluations (--outcome evaluated exports them)" in capsys.readouterr().out
+    asked = filter_of(None, ["evaluated"], None, None, None)
+    export_to(common(log.settings), target, "jsonl", asked, limit=None)
+    assert [json.loads(line)["group_id"] for line in target.read_text().splitlines()] == [group]
+
+
 @pytest.mark.parametrize("file_format", ["trl", "verl"])
 def test_export_of_texts_without_a_tokenizer_is_refused(log: Log, tmp_path: Path, file_format: str) -> None:
     with pytest.raises(UsageError, match="need the tokenizer"):

@@ -123,12 +123,14 @@ def server_port(users_log: Path) -> int | None:
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
 def test_every_panel_shows_a_run_and_every_role_exports_the_metrics_of_the_table(rose: Rose, tmp_path: Path) -> None:
-    router, trainer, environment, control = free_ports(4)
+    router, trainer, environment, control, evaluator = free_ports(5)
     executor = neighbours()
     ports = {"router": router, "trainer": trainer, "environment worker": environment}
-    ports |= {"executor": executor, "lender": executor + 1, "control app": control}
+    ports |= {"executor": executor, "lender": executor + 1, "control app": control, "evaluator": evaluator}
     settings_values = [f"metrics.router={router}", f"metrics.trainer={trainer}", f"metrics.environment={environment}"]
-    settings = [word for each in [*settings_values, f"metrics.executor={executor}"] for word in ("--set", each)]
+    settings_values += [f"metrics.executor={executor}", f"metrics.evaluator={evaluator}"]
+    settings_values += ["evaluation.every_versions=6", "evaluation.tasks=4", "evaluation.samples=2"]
+    settings = [word for each in settings_values for word in ("--set", each)]
     with prometheus(tmp_path) as found:
         found.scrape(ports)
         began = time.time()
@@ -178,7 +180,7 @@ def check_roles(found: Prometheus, began: float) -> None:
         exported.setdefault(row.name, set()).add(each["role"])
     for row in metrics():
         roles = {role for role in row.role.split(", ") if role not in OF_A_SERVER}
-        everyone = {"router", "trainer", "environment worker", "executor", "lender", "control app"}
+        everyone = {"router", "trainer", "environment worker", "executor", "lender", "control app", "evaluator"}
         if row.name.startswith("rose_bus_"):
             assert exported[row.name] <= everyone and exported[row.name], row
         else:

@@ -50,7 +50,7 @@ def test_producer_may_write_prompts_and_nothing_else() -> None:
     ("operation", "topic", "may"),
     [
         (Operation.WRITE, MANIFESTS.name, {"trainer"}),
-        (Operation.WRITE, OUTCOMES.name, {"trainer"}),
+        (Operation.WRITE, OUTCOMES.name, {"trainer", "evaluator"}),
         (Operation.WRITE, PROMPTS.name, {"environment", "producer", "operator"}),
     ],
 )

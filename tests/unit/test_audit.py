@@ -182,5 +182,6 @@ def test_audit_terms_have_the_names_of_the_summary() -> None:
         "infra_failed": 1,
         "surplus": 0,
         "superseded": 0,
+        "evaluated": 0,
         "in_flight": 3,
     }

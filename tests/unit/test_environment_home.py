@@ -4,13 +4,14 @@ consequences."""
 import time
 from unittest.mock import create_autospec
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.schemas.progress import GroupState, SettleRequest
 from rose.schemas.prompts import Prompt, trajectory_id
-from rose.topics.catalog import COMPLETED, MAX_MESSAGE_BYTES, PROMPTS, home_partition
+from rose.topics.catalog import COMPLETED, EVALUATIONS, MAX_MESSAGE_BYTES, PROMPTS, home_partition
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, RawMessage
 from rose.topics.writer import Writer
@@ -387,3 +388,83 @@ def test_trajectory_settled_before_its_group_opens_is_not_started() -> None:
     of.on_prompt(found(10, HERE[0]))
     assert of.settle_requests_of(decide(of)) == {0: "settled by hand: why"}
     assert ELSEWHERE not in {turn_request.group_id for turn_request in of.settle_requests.values()}
+
+
+EVALUATED = [
+    name
+    for name in (f"evaluation:held-out:0123abcd:4:{number}:0" for number in range(40))
+    if home_partition(name, HOMES) == 1
+]
+
+
+def evaluated(group_id: str, offset: int = 3, *, withdrawn: bool = False) -> Envelope:
+    prompt = Prompt(
+        group_id=group_id, group_size=2, environment="calculator", seed=0, evaluation="held-out", pinned_version=4
+    )
+    raw = RawMessage(group_id.encode(), None if withdrawn else b"")
+    return Envelope(None if withdrawn else prompt, EVALUATIONS, 0, offset, group_id, 0.0, raw)
+
+
+def test_prompt_of_an_evaluation_opens_without_room_and_moves_no_offset_of_prompts() -> None:
+    here = home()
+    here.on_prompt(found(10, HERE[0]))
+    here.on_evaluation(evaluated(EVALUATED[0]))
+    assert here.decide(has_room=False, outcomes_from=0) is None
+    [decision] = here.decide_evaluations(0)
+    assert (decision.kind, here.prompts_low_water, here.training_groups) == (DecisionKind.OPEN, 10, 0)
+    decision.awaited = 0
+    assert here.take_complete() == [decision]
+    put_on_the_log(here, decision)
+    assert (len(here.open_groups), here.training_groups, here.groups[EVALUATED[0]].decided_to) == (1, 0, 10)
+    decide(here)
+    assert here.training_groups == 1
+
+
+def test_prompt_of_an_evaluation_opens_once_however_often_it_is_read() -> None:
+    here = home()
+    for _ in range(2):
+        here.on_evaluation(evaluated(EVALUATED[0]))
+    [decision] = here.decide_evaluations(0)
+    here.on_evaluation(evaluated(EVALUATED[0]))
+    assert here.decide_evaluations(0) == []
+    decision.awaited = 0
+    here.take_complete()
+    put_on_the_log(here, decision)
+    for index in range(2):
+        here.on_outcome(EVALUATED[0], trajectory_id(EVALUATED[0], index), 0)
+    here.take_settled(0.0)
+    here.on_evaluation(evaluated(EVALUATED[0]))
+    assert here.decide_evaluations(0) == [], "it has settled"
+    assert here.training_groups == len(here.open_groups) == 0
+
+
+def test_withdrawn_prompt_of_an_evaluation_and_that_of_another_home_are_not_opened() -> None:
+    here = home()
+    here.on_evaluation(evaluated(EVALUATED[0]))
+    here.on_evaluation(evaluated(EVALUATED[0], 4, withdrawn=True))
+    here.on_evaluation(
+        evaluated(next(f"evaluation:{n}" for n in range(9) if home_partition(f"evaluation:{n}", 4) != 1))
+    )
+    assert here.decide_evaluations(0) == []
+
+
+def test_prompt_of_an_evaluation_that_cannot_be_opened_fails_whole_with_the_reason() -> None:
+    here = home()
+    here.on_evaluation(evaluated(EVALUATED[0]))
+    [decision] = here.decide_evaluations(0)
+    decision.awaited = 0
+    here.refuse(decision, "unknown environment")
+    assert (decision.kind, decision.reset_results) == (
+        DecisionKind.OPEN,
+        dict.fromkeys(range(2), "unknown environment"),
+    )
+
+
+@pytest.mark.parametrize("fields", [{"evaluation": "held-out"}, {"group_id": EVALUATED[0]}], ids=["field", "id"])
+def test_submitted_prompt_that_claims_to_be_of_an_evaluation_is_refused(fields: dict[str, str]) -> None:
+    here = home()
+    prompt = msgspec.structs.replace(prompt_of(HERE[0]), **fields)
+    here.on_prompt(msgspec.structs.replace(found(10, prompt.group_id), record=prompt))
+    decision = decide(here, room=False)
+    assert (decision.kind, decision.repeated) == (DecisionKind.REFUSE, True)
+    assert "only `rose evaluator` evaluates" in decision.refusal

@@ -2,8 +2,10 @@
 bounded."""
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +16,8 @@ from rose.workers.environments import runner_pool as stage_module
 from rose.workers.environments import runner_supervisor
 from rose.workers.environments import thread_runner as runner_module
 from rose.workers.environments.home import ResetResult
-from rose.workers.environments.jobs import EnvironmentFailure, ResetRefused, ResultCallback, RunnerLimits
-from rose.workers.environments.protocol import Environment
+from rose.workers.environments.jobs import EnvironmentFailure, Job, ResetRefused, ResultCallback, RunnerLimits
+from rose.workers.environments.protocol import Environment, JsonValue
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.thread_runner import ThreadRunner
 from rose.workers.environments.transitions import StepResult
@@ -289,6 +291,7 @@ def test_object_given_to_two_trajectories_is_refused_until_it_is_closed(folder: 
 
 ENDS = """
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 sys.path[:] = {path}
 from tests.support.environment_fixtures import act, answers, pool_of
@@ -443,3 +446,27 @@ def test_environment_that_cannot_be_constructed_fails_its_trajectory(folder: Pat
     with pool_of(folder, create) as stage:
         failed = answers(stage, [act("a", "go")])["a"]
         assert isinstance(failed, EnvironmentFailure) and type(raised).__name__ in failed.failure
+
+
+class Told(Counter):
+    """An environment whose state is what it was told of evaluations."""
+
+    async def reset(self, seed: int, arguments: Mapping[str, JsonValue], *, evaluation: str = "") -> str:
+        self.evaluation = evaluation
+        return await super().reset(seed, arguments)
+
+    async def snapshot(self) -> bytes:
+        return self.evaluation.encode()
+
+
+def test_environment_that_takes_the_keyword_is_told_the_set_of_its_evaluation(folder: Path) -> None:
+    with pool_of(folder, lambda _name: Told()) as stage:
+        jobs: list[Job] = [dataclasses.replace(reset("a"), evaluation="held-out"), reset("b")]
+        found = answers(stage, jobs)
+    assert [result.state for result in found.values() if isinstance(result, ResetResult)] == [b"held-out", b""]
+
+
+def test_environment_that_does_not_take_the_keyword_is_evaluated_all_the_same(folder: Path) -> None:
+    with pool_of(folder) as stage:
+        [result] = answers(stage, [dataclasses.replace(reset("a"), evaluation="held-out")]).values()
+    assert isinstance(result, ResetResult)

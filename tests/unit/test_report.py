@@ -185,6 +185,7 @@ def test_summary_matches_the_records() -> None:
         "infra_failed": 0,
         "surplus": 0,
         "superseded": 0,
+        "evaluated": 0,
         "in_flight": 0,
     }
     assert (summary.lost, summary.doubled, summary.turns, summary.sampled_tokens) == (0, 0, 4, 14)
@@ -201,7 +202,8 @@ def test_summary_matches_the_records() -> None:
 
 def test_summary_json_has_the_agreed_fields() -> None:
     plain = msgspec.json.decode(msgspec.json.encode(summary_of(fold_history(RECORDS))))
-    terms = {"requested", "trained", "stale", "filtered", "infra_failed", "surplus", "superseded", "in_flight"}
+    terms = {"requested", "trained", "stale", "filtered", "infra_failed", "surplus", "superseded", "evaluated"}
+    terms |= {"in_flight"}
     assert set(plain["trajectories"]) == terms
     assert set(plain["success"]) == {"before", "after", "n"}
     assert {"hit_tokens", "reusable_tokens"} <= set(plain["prefix_cache"])

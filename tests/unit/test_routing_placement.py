@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.pipeline.routing.candidates import PlacementQuery, RateBucket, engine_step_rate, rate_bucket, turn_bucket
+from rose.pipeline.routing.candidates import (
+    ANY_VERSION,
+    PlacementQuery,
+    RateBucket,
+    engine_step_rate,
+    rate_bucket,
+    turn_bucket,
+)
 from rose.pipeline.routing.placement import (
     DISPLACEMENT,
     FROZEN_DISPLACEMENT,
@@ -54,6 +61,8 @@ class Scan:
         held = self.held.get(worker, [])
         room = beat.token_budget - sum(tokens for tokens, _ in held)
         if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens or ask.seeded > beat.seeded:
+            return math.inf
+        if ask.pinned_version not in (ANY_VERSION, beat.policy_version):
             return math.inf
         prefill, step = (pace.token_seconds for pace in self.paces[worker])
         load = self.owed.get(worker, 0.0) * (REMAINING_FRACTION * prefill)
@@ -129,13 +138,14 @@ BEATS = st.builds(
     st.booleans(),
 )
 ASKS = st.builds(
-    lambda context, new, most, key, holders, seeded: PlacementQuery(
+    lambda context, new, most, key, holders, seeded, pinned: PlacementQuery(
         context_tokens=context,
         new_tokens=new,
         room_tokens=context + most,
         tie_key=key,
         cached=tuple((f"w{worker}", min(tokens, context - 1)) for worker, tokens in holders.items()),
         seeded=seeded,
+        pinned_version=pinned,
     ),
     st.integers(1, 200),
     st.floats(1, 50),
@@ -143,6 +153,7 @@ ASKS = st.builds(
     st.sampled_from(["a", "b", "c", "d"]),
     st.dictionaries(st.integers(0, 9), st.integers(1, 200), max_size=3),
     st.booleans(),
+    st.sampled_from([ANY_VERSION, ANY_VERSION, ANY_VERSION, 0, 1, 2]),
 )
 TIMES = st.sampled_from([0.0, 0.0, 0.0, 0.01, 0.1, 1.0])
 STEPS = st.one_of(

@@ -369,3 +369,37 @@ def test_record_that_is_not_a_router_input_is_named() -> None:
         simulation = started()
         simulation.ask(request("g0:0"))
         simulation.router.on_event(simulation.held["g0:0"], 0.0)
+
+
+def test_pinned_turn_goes_only_to_an_executor_of_its_version_and_holds_up_no_other_turn() -> None:
+    """The executor of the other version would be cheaper in every other respect."""
+    router = Router(CONFIG)
+    cheap = Hardware(prefill_tokens_per_second=1e6, decode_tokens_per_second=1e6)
+    router.on_event(heartbeat(0, hardware=cheap, policy_version=6), 0.0)
+    assert router.on_event(request("evaluated:0", pinned_version=7), 0.0) == [], "nobody has the version yet"
+    [other] = router.on_event(request("g0:0"), 0.0)
+    assert isinstance(other, TurnDispatch) and other.worker == "w0"
+    [pinned] = router.on_event(heartbeat(1, policy_version=7), 0.1)
+    assert isinstance(pinned, TurnDispatch)
+    assert (pinned.worker, pinned.request.pinned_version) == ("w1", 7)
+
+
+def test_pinned_turn_is_tried_again_when_the_only_executor_of_its_version_opens_again() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0, policy_version=7), 0.0)
+    router.on_event(heartbeat(1, policy_version=6), 0.0)
+    router.close_inboxes([0, 1])
+    router.on_event(heartbeat(1, policy_version=6), 0.1)
+    assert router.on_event(request("evaluated:0", pinned_version=7), 0.1) == []
+    [pinned] = router.on_event(heartbeat(0, policy_version=7), 0.2)
+    assert isinstance(pinned, TurnDispatch) and pinned.worker == "w0"
+
+
+def test_pinned_turn_whose_version_has_passed_fails_with_the_reason_after_its_patience() -> None:
+    router = Router(CONFIG)
+    router.on_event(heartbeat(0, policy_version=8), 0.0)
+    assert router.on_event(request("evaluated:0", pinned_version=7, patience_seconds=5.0), 0.0) == []
+    router.on_event(heartbeat(0, policy_version=8), 5.5)
+    [failed] = router.tick(6.0)
+    assert isinstance(failed, TurnResult) and failed.outcome is TurnOutcome.FAILED
+    assert "no executor has version 7, to which it is pinned" in failed.reason

@@ -22,6 +22,8 @@ def ending_at_result(home: Home, trajectory: Trajectory, result: TurnResult) -> 
     group = home.open_groups.get(trajectory.prompt.group_id)
     if group is not None and group.is_complete:
         return Ending.SURPLUS
+    if trajectory.prompt.evaluation:  # never trained on
+        return None
     versions = [span.version for span in result.spans]
     if trajectory.oldest_version is not None:
         versions.append(trajectory.oldest_version)
@@ -43,7 +45,7 @@ def stale_endings(home: Home, rules: TrajectoryRules, now: float) -> list[Pendin
     if fresh == home.swept_fresh or home.newest_version < fresh:
         return []
     home.swept_fresh = fresh
-    waiting = _waiting(home, home.trajectories)
+    waiting = [life for life in _waiting(home, home.trajectories) if not life.prompt.evaluation]
     stale = [life for life in waiting if life.oldest_version is not None and life.oldest_version < fresh]
     return [_end(home, trajectory, Ending.STALE, rules, now) for trajectory in stale]
 

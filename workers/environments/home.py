@@ -5,6 +5,8 @@ Keeps true
   group opens as soon as its environments are reset, also before an earlier group; its prompt is skipped when it is read
   again.
 - A group id opens once. A later prompt with the same id is refused, and a prompt of another home is forwarded there.
+- Prompts of evaluations open as they come: the window of groups does not hold them back, and their offsets, which lie
+  in another topic, are not committed. One that cannot be opened ends at once as a failure, and is not refused.
 - The offset to commit is that of the oldest input whose consequences are not on the log.
 - A group is unsettled from its opening until each of its trajectories has an outcome.
 - A group that was opened with more trajectories than its prompt asks for is complete once as many as asked for have
@@ -28,10 +30,10 @@ import msgspec
 
 from rose.schemas.limits import MAX_GROUP_SIZE
 from rose.schemas.progress import Group, GroupState, SettleRequest
-from rose.schemas.prompts import Prompt, trajectory_id
+from rose.schemas.prompts import EVALUATION_PREFIX, Prompt, is_evaluation, trajectory_id
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Sample
-from rose.topics.catalog import MAX_MESSAGE_BYTES, Topic, home_partition
+from rose.topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic, home_partition
 from rose.topics.records import Envelope, InvalidMessage
 from rose.workers.environments.config import members_to_open
 from rose.workers.environments.trajectory import Trajectory
@@ -204,6 +206,10 @@ class Home:
         self._members_ratio = members_ratio
         self._dead_lettered = dead_lettered
         self._waiting: deque[Envelope | InvalidMessage] = deque()
+        self._evaluations: dict[str, Envelope] = {}
+        """Prompts of evaluations that are not decided yet, by group."""
+        self._open_evaluations: set[str] = set()
+        """Groups of evaluations that are open, and some that were."""
         self._prompts_next = 0
         self._log_time = 0.0
         """Newest timestamp of the records that were read, unix seconds; brokers set them."""
@@ -226,19 +232,27 @@ class Home:
     @property
     def prompts_low_water(self) -> int:
         """The prompt offset to commit."""
-        if self.decisions:
-            return self.decisions[0].message.offset
+        for decision in self.decisions:
+            if decision.message.topic is PROMPTS:
+                return decision.message.offset
         return self._waiting[0].offset if self._waiting else self._prompts_next
 
     @property
     def active_groups(self) -> int:
-        """Number of open groups that are not deferred."""
-        return sum(not group.deferred for group in self.open_groups.values())
+        """Number of open groups that are neither deferred nor of an evaluation."""
+        groups = self.open_groups.items()
+        return sum(not group.deferred and name not in self._open_evaluations for name, group in groups)
 
     @property
     def waits(self) -> bool:
         """Whether a prompt waits to be decided."""
         return bool(self._waiting)
+
+    @property
+    def training_groups(self) -> int:
+        """Number of open groups that are not of an evaluation."""
+        self._open_evaluations &= self.open_groups.keys()
+        return len(self.open_groups) - len(self._open_evaluations)
 
     def on_log_time(self, timestamp_seconds: float) -> None:
         """A record with this timestamp was read, of this home or of a topic that all homes read."""
@@ -262,10 +276,37 @@ class Home:
             group_id = decision.opens.group_id
             if not has_room or any(other.prompt and other.prompt.group_id == group_id for other in self.decisions):
                 return None
-            self.open_groups[group_id] = _all_wait(decision.opens, outcomes_from, decision.needed)
+            self._set_open(decision.opens, outcomes_from, decision.needed)
         self.decisions.append(decision)
         self._waiting.popleft()
         return decision
+
+    def on_evaluation(self, message: Envelope) -> None:
+        """Read a prompt of an evaluation, or a tombstone that withdraws the prompt of its key."""
+        group_id, prompt = message.key, message.record
+        if home_partition(group_id, self._homes) != self.partition:
+            return
+        self._evaluations.pop(group_id, None)
+        if isinstance(prompt, Prompt) and group_id not in self.groups and group_id not in self.open_groups:
+            self._evaluations[group_id] = message
+
+    def decide_evaluations(self, outcomes_from: int) -> list[PromptDecision]:
+        """Open the groups of all prompts of evaluations that wait. `outcomes_from`: see `decide`."""
+        opening = []
+        for message in self._evaluations.values():
+            assert isinstance(message.record, Prompt)
+            opens = message.record
+            decision = PromptDecision(message, DecisionKind.OPEN, opens, awaited=opens.group_size)
+            self._set_open(opens, outcomes_from, 0)
+            self.decisions.append(decision)
+            opening.append(decision)
+        self._evaluations.clear()
+        return opening
+
+    def _set_open(self, prompt: Prompt, outcomes_from: int, needed: int) -> OpenGroup:
+        if prompt.evaluation:
+            self._open_evaluations.add(prompt.group_id)
+        return self.open_groups.setdefault(prompt.group_id, _all_wait(prompt, outcomes_from, needed))
 
     def _decision_for(self, message: Envelope | InvalidMessage) -> PromptDecision:
         if isinstance(message, InvalidMessage):
@@ -273,6 +314,11 @@ class Home:
         prompt = message.record
         if not isinstance(prompt, Prompt):
             return PromptDecision(message, DecisionKind.REFUSE, refusal="a message without a value is no prompt")
+        if prompt.evaluation or is_evaluation(prompt.group_id):
+            reason = (
+                f"only `rose evaluator` evaluates: leave `evaluation` out, and `{EVALUATION_PREFIX}` of the group id"
+            )
+            return PromptDecision(message, DecisionKind.REFUSE, prompt, refusal=reason, repeated=True)
         if (home := home_partition(prompt.group_id, self._homes)) != self.partition:
             if message.raw.size > FORWARD_BYTES:
                 reason = f"it is too large to be sent on to the home of its group: produce it to partition {home}"
@@ -290,7 +336,13 @@ class Home:
         return PromptDecision(message, DecisionKind.REFUSE, prompt, refusal=reason, repeated=True)
 
     def refuse(self, decision: PromptDecision, reason: str) -> None:
-        """Refuse a prompt that was to open a group; its group id is free again."""
+        """Refuse a prompt that was to open a group; its group id is free again.
+
+        All trajectories of an evaluation's group fail instead, so that the evaluator learns the reason.
+        """
+        if decision.opens.evaluation:
+            decision.reset_results = dict.fromkeys(range(decision.opens.group_size), reason)
+            return
         self.open_groups.pop(decision.opens.group_id, None)
         decision.kind, decision.refusal = DecisionKind.REFUSE, reason
         decision.prompt = msgspec.structs.replace(
@@ -327,8 +379,7 @@ class Home:
         if group.state is not GroupState.OPEN:
             self.open_groups.pop(group.group_id, None)
         elif group.prompt is not None:
-            fresh = _all_wait(group.prompt, group.outcomes_from, group.needed)
-            opened = self.open_groups.setdefault(group.group_id, fresh)
+            opened = self._set_open(group.prompt, group.outcomes_from, group.needed)
             opened.prompt, opened.rewarded = group.prompt, group.rewarded  # with its full sampling
             opened.deferrals, opened.deferred = group.deferrals, group.deferred
             if opened.is_complete:  # the surplus trajectories whose steps were running have not ended
@@ -355,7 +406,8 @@ class Home:
     ) -> None:
         """Apply the outcome of a trajectory; a repeated outcome changes nothing."""
         group = self.open_groups.get(group_id)
-        if group_id in self.groups:  # outcomes of another home may be of another model
+        # Outcomes of another home may be of another model, and those of evaluations are no trainer's.
+        if group_id in self.groups and not is_evaluation(group_id):
             self.newest_step = max(step, self.newest_step)
             self.oldest_fresh = oldest_fresh or self.oldest_fresh
         index = trajectory_id[len(group_id) + 1 :]

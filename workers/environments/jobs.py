@@ -41,6 +41,8 @@ class ResetJob(Job):
 
     seed: int
     arguments: dict[str, Any]
+    evaluation: str = ""
+    """Name of the evaluation set that the task belongs to; empty for a task to train on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ def admission_error(prompt: Prompt, rules: TrajectoryRules, check_environment: C
     `check_environment` raises UsageError for an unknown environment.
     """
     whole = with_full_sampling(prompt, rules.sampling)
-    if reason := sampling_error(whole.sampling):
+    if not prompt.evaluation and (reason := sampling_error(whole.sampling)):
         return reason
     if rules.vocabulary is not None and (reason := stop_tokens_error(whole.sampling, rules.vocabulary)):
         return reason
@@ -72,6 +72,7 @@ def reset_jobs(home: Home, decision: PromptDecision, *, generation: int) -> list
             ticket=PendingReset(home, decision, index),
             seed=prompt.task_seed,
             arguments=prompt.arguments,
+            evaluation=prompt.evaluation,
         )
         for index in range(prompt.group_size)
         if index not in decision.reset_results

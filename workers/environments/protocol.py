@@ -9,8 +9,13 @@ Keeps true
   parsed as a number or boolean, and no value is converted to text.
 
 A life: `reset`, then `step` until `done`, then `close`. A restored life starts with `restore` instead of `reset`.
+
+An environment whose `reset` also takes the keyword `evaluation` is told by it whether the task is one of an evaluation:
+the value is the name of the evaluation set, or empty text for a task to train on. What a later `step` must know of it
+belongs into the snapshot.
 """
 
+import inspect
 import math
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -98,6 +103,20 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Release all resources of the environment; may be called twice."""
         ...
+
+
+EVALUATION = "evaluation"
+"""Keyword of `reset` for the name of the evaluation set."""
+
+
+def takes_evaluation(environment: Environment) -> bool:
+    """Return whether `reset` takes the keyword `evaluation`."""
+    try:
+        parameters = inspect.signature(environment.reset).parameters
+    except (TypeError, ValueError):  # a method of a compiled module may have no signature
+        return False
+    named = parameters.get(EVALUATION)
+    return named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD)
 
 
 class ProtocolViolation(Exception):

@@ -86,6 +86,8 @@ def defer_unfinished(home: Home, rules: TrajectoryRules, now: float, *, max_defe
         live = _live(home, group)
         if group_id not in home.groups or group.deferred or not live or group.deferrals >= max_deferrals:
             continue
+        if group.prompt.evaluation:
+            continue
         group.deferred, group.deferrals = True, group.deferrals + 1
         home.changed_groups.add(group_id)
         waiting = [trajectory for trajectory in live if not trajectory.applying]

@@ -58,6 +58,7 @@ from rose.workers.environments.process_integrity import (
     end_if_forked,
 )
 from rose.workers.environments.protocol import (
+    EVALUATION,
     Environment,
     FirstObservation,
     ProtocolViolation,
@@ -65,6 +66,7 @@ from rose.workers.environments.protocol import (
     check_snapshot,
     check_step,
     raised_at,
+    takes_evaluation,
 )
 from rose.workers.environments.transitions import FAILURE_CHARACTERS, StepResult
 from rose.workers.environments.turn_format import TurnFormat
@@ -409,7 +411,8 @@ class ThreadRunner:
         if self._closing:
             raise asyncio.CancelledError  # like calls that were under way
         if isinstance(job, ResetJob):
-            first = check_first_observation(await environment.reset(job.seed, copy.deepcopy(job.arguments)))
+            told = {EVALUATION: job.evaluation} if takes_evaluation(environment) else {}
+            first = check_first_observation(await environment.reset(job.seed, copy.deepcopy(job.arguments), **told))
             observation = await self._encoded_first(first)
             return ResetResult(pack_tokens(observation), check_snapshot(await environment.snapshot()))
         assert isinstance(job, StepJob)

@@ -211,6 +211,7 @@ def _next_turn(trajectory: Trajectory, rules: TrajectoryRules, now: float, *, ch
         sampling=trajectory.sampling,
         requested_at=now,
         patience_seconds=rules.turn_patience_seconds,
+        pinned_version=trajectory.prompt.pinned_version,
     )
     try:
         ready = encoded(request)

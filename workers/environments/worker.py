@@ -19,10 +19,11 @@ import structlog
 from rose.schemas.arrays import count
 from rose.schemas.errors import ThreadRefused
 from rose.schemas.progress import SettleRequest
+from rose.schemas.prompts import Prompt, is_evaluation
 from rose.schemas.samples import Ending, SampleOutcome
 from rose.schemas.turns import TurnResult
 from rose.topics import tracing
-from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
+from rose.topics.catalog import COMPLETED, ENVIRONMENT_GROUP, EVALUATIONS, OUTCOMES, PROMPTS, SETTLES
 from rose.topics.errors import TopicMissing
 from rose.topics.health import HEALTH
 from rose.topics.log_reader import read_to_end
@@ -37,7 +38,7 @@ from rose.workers.environments.early_endings import (
     stale_endings,
     surplus_endings,
 )
-from rose.workers.environments.home import DecisionKind, Home, ResetResult
+from rose.workers.environments.home import DecisionKind, Home, PromptDecision, ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.membership import RECOVERABLE, Membership, RecoveryAbandoned, RecoveryPolicy
@@ -248,20 +249,21 @@ class EnvironmentWorker:
         return taken.newest + taken.fetched
 
     def _recall_outcomes(self) -> None:
-        """Read the outcomes of the open groups, and all settle requests, up to the present end."""
+        """Read outcomes of open groups, and all settle requests and prompts of evaluations, up to the present end."""
         place: Place = (OUTCOMES, 0)
-        settles: Place = (SETTLES, 0)
         # This reader has no fetch under way, so the query does not wait for one.
         low, end = self._member.reader.watermarks(place)
-        settles_low, settles_end = self._member.reader.watermarks(settles)
-        begins = {settles: settles_low} if settles_low < settles_end else {}
+        whole: dict[Place, tuple[int, int]] = {
+            each: self._member.reader.watermarks(each) for each in ((SETTLES, 0), (EVALUATIONS, 0))
+        }
+        begins = {each: first for each, (first, last) in whole.items() if first < last}
         begin = outcomes_from(self._homes.values())
         if begin is not None and begin < end:
             begins[place] = max(low, begin)
         if begins:
             self._on_settle_items(read_to_end(self._settings, begins, client_id="rose-recovery", on_wait=self._on_wait))
         self._outcomes_next = end
-        self._outcomes.assign({place: end, settles: settles_end})
+        self._outcomes.assign({place: end, **{each: last for each, (_, last) in whole.items()}})
         outcomes_kept = f"outcomes are kept for {self._settings.retention.outcomes / 86_400:g} days"
         for home in self._homes.values():
             for group_id in home.settle_expired(low):
@@ -364,8 +366,11 @@ class EnvironmentWorker:
         )
 
     def _on_settle_items(self, items: Iterable[Item]) -> None:
-        """Apply outcomes and settle requests to the homes."""
+        """Apply outcomes, settle requests and prompts of evaluations to the homes."""
         for item in items:
+            if item.topic is EVALUATIONS:
+                self._on_evaluation(item)
+                continue
             if item.topic is SETTLES:
                 if isinstance(item, Envelope) and isinstance(item.record, SettleRequest):
                     for home in self._homes.values():
@@ -397,6 +402,17 @@ class EnvironmentWorker:
                     log.warning("trajectory_overdue", trajectory=ended.trajectory_id, seconds=deadline)
                     self._ready.append(ended)
 
+    def _on_evaluation(self, item: Item) -> None:
+        prompt = item.record if isinstance(item, Envelope) else None
+        if isinstance(item, EndOfPartition):
+            return
+        if isinstance(item, InvalidMessage) or (prompt is not None and not _is_request(item.key, prompt)):
+            reason = item.reason if isinstance(item, InvalidMessage) else "it is no prompt of an evaluation"
+            log.warning("evaluation_prompt_ignored", offset=item.offset, reason=reason)
+            return
+        for home in self._homes.values():
+            home.on_evaluation(item)
+
     def _end_settled_by_hand(self) -> None:
         """End the trajectories that settle requests name."""
         for home in self._homes.values():
@@ -410,6 +426,9 @@ class EnvironmentWorker:
 
     def _open_groups(self) -> None:
         """Decide prompts, one per home in turn, while the window has room. Pause reading prompts while one waits."""
+        for home in self._homes.values():
+            for opening in home.decide_evaluations(self._outcomes_next):
+                self._open(home, opening)
         able = [home for home in self._homes.values() if home.waits]
         while able:
             home = able.pop(0)
@@ -418,11 +437,7 @@ class EnvironmentWorker:
             if decision is None:
                 continue
             if decision.kind is DecisionKind.OPEN:
-                if reason := admission_error(decision.opens, self._rules, self._check_environment):
-                    decision.awaited = 0
-                    home.refuse(decision, reason)
-                else:
-                    self._jobs += reset_jobs(home, decision, generation=self._generation)
+                self._open(home, decision)
             if home.waits:
                 able.append(home)
         full = self._active() >= self._rounds.limit or any(home.waits for home in self._homes.values())
@@ -433,6 +448,14 @@ class EnvironmentWorker:
             else:
                 self._member.reader.resume(places)
             self._paused = full
+
+    def _open(self, home: Home, decision: PromptDecision) -> None:
+        """Begin to reset the environments of a group, or refuse its prompt."""
+        if reason := admission_error(decision.opens, self._rules, self._check_environment):
+            decision.awaited = 0
+            home.refuse(decision, reason)
+        else:
+            self._jobs += reset_jobs(home, decision, generation=self._generation)
 
     def _on_answers(self, answers: Sequence[tuple[Job, JobResult]]) -> None:
         """Handle the results of environment jobs; results of an older generation are ignored."""
@@ -487,7 +510,8 @@ class EnvironmentWorker:
         return sum(home.active_groups for home in self._homes.values())
 
     def _unsettled(self) -> int:
-        return sum(len(home.open_groups) for home in self._homes.values())
+        """Number of open groups that count against the window."""
+        return sum(home.training_groups for home in self._homes.values())
 
     def _export_gauges(self) -> None:
         metrics.HOMES.set(len(self._homes))
@@ -498,6 +522,13 @@ class EnvironmentWorker:
         metrics.STUCK.set(self._runners.threads_stuck)
 
 
+def _is_request(key: str, record: object) -> bool:
+    """Whether a record of the topic of evaluations opens a group of an evaluation."""
+    if not isinstance(record, Prompt) or not record.evaluation:
+        return False
+    return record.group_id == key and is_evaluation(key)
+
+
 def _on_reset(ticket: PendingReset, answer: JobResult) -> None:
     decision = ticket.decision
     decision.awaited -= 1
@@ -505,5 +536,7 @@ def _on_reset(ticket: PendingReset, answer: JobResult) -> None:
         decision.reset_results[ticket.index] = answer
     elif isinstance(answer, EnvironmentFailure):
         decision.reset_results[ticket.index] = answer.failure
+    elif isinstance(answer, ResetRefused) and decision.opens.evaluation:
+        decision.reset_results[ticket.index] = answer.reason
     elif isinstance(answer, ResetRefused) and decision.kind is DecisionKind.OPEN:
         ticket.home.refuse(decision, answer.reason)

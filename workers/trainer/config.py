@@ -290,6 +290,11 @@ class TrainerConfig:
         """The folder of the final policy, which is there once the run is complete."""
         return self.run_folder / "model"
 
+    @property
+    def best(self) -> Path:
+        """The folder of the policy with the best evaluation."""
+        return self.run_folder / "best"
+
 
 def _require(sentences: Mapping[str, bool]) -> None:
     """Raise ValueError with the first sentence that does not hold."""

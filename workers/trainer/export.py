@@ -56,15 +56,15 @@ def export_newest(config: TrainerConfig, target: Path) -> int:
     return progress.version
 
 
-def export_checkpoint(config: TrainerConfig, checkpoints: Checkpoints, progress: Progress) -> None:
-    """Export the policy of a checkpoint as the final policy of the run. Raises CheckpointRefused, OSError.
+def export_checkpoint(config: TrainerConfig, checkpoints: Checkpoints, progress: Progress, target: Path) -> None:
+    """Export the policy of a checkpoint to `target`, which is replaced. Raises CheckpointRefused, OSError.
 
-    For a trainer whose policy is sharded: this process loads the whole policy.
+    For a trainer whose policy is sharded, or trains on: this process loads the whole policy once more.
     """
     model = load_policy(config.model_folder)
     tensors = FolderTensors(model, config.model_folder)
     checkpoints.restore_weights(progress, model)
-    export_policy(tensors, config.exported)
+    export_policy(tensors, target)
 
 
 def _restore_newest(checkpoints: Checkpoints, model: Any) -> Progress:

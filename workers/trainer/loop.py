@@ -5,6 +5,7 @@ Keeps true
   `resume`).
 - A model has one trainer: a newer trainer fences the older one, which then cannot settle or publish.
 - A group that no step can compute is settled with the reason and training continues (`learner`).
+- A version is published only after the version before it was evaluated, if that one was due (`evaluation_gate`).
 - A policy with weights that are not finite, or with logprobs of its own samples that are not, is not saved, published
   or exported; the trainer ends.
 """
@@ -21,9 +22,11 @@ from rose.schemas.limits import MAX_CONTEXT_TOKENS
 from rose.topics.errors import BusError
 from rose.topics.health import HEALTH
 from rose.topics.settings import TRANSACTION_MILLISECONDS, BusSettings
+from rose.workers.evaluator.config import EvaluationConfig
 from rose.workers.model_config import max_context_tokens
 from rose.workers.trainer import metrics
 from rose.workers.trainer.config import TrainerConfig
+from rose.workers.trainer.evaluation_gate import EvaluationGate
 from rose.workers.trainer.export import export_checkpoint, export_policy
 from rose.workers.trainer.groups import CompleteGroup
 from rose.workers.trainer.learner import Learner
@@ -64,10 +67,12 @@ class Trainer:
         weights: WeightsConfig,
         stop: Event,
         ranks: Ranks = ALONE,
+        evaluation: EvaluationConfig | None = None,
     ) -> None:
         """`stop` ends `run` after the current step. If it is set while the log is read back, StreamStopped is raised.
 
-        `ranks`: the ranks that train together, of which this process is rank 0.
+        `ranks`: the ranks that train together, of which this process is rank 0. `evaluation`: None: no version is
+        evaluated.
 
         Raises UsageError for a broken folder or algorithm, and BusError or TopicMissing.
         """
@@ -86,6 +91,10 @@ class Trainer:
         self._reporter = StepReporter(config.run_folder)
         self.stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
         self.versions = PolicyVersions(settings, config, weights, self.learner, self.stream, stop)
+        self._evaluations = EvaluationGate(
+            settings, evaluation or EvaluationConfig(), self.versions.publisher.trust.run, stop
+        )
+        self._stop = stop
         self._waiting_since = perf_counter()
         self._early_seconds = 0.0
         """Seconds of computing for the next step while it waits for groups."""
@@ -93,9 +102,10 @@ class Trainer:
         """The first version with the weights of the current version, as far as this process knows."""
 
     def run(self) -> None:
-        """Train until all groups of the run have ended, then export the policy.
+        """Train until all groups of the run have ended, or an evaluation ends the run; then export the policy.
 
-        If `stop` is set, return after the current step.
+        If `stop` is set, return after the current step, or at once if the step waits for an evaluation: the step is
+        repeated then.
 
         Raises RoseError if the checkpoint or the log is another run's, the broker refuses, or another trainer fences
         this one.
@@ -104,10 +114,14 @@ class Trainer:
             self.recover()
             self._waiting_since = perf_counter()
             add_early = self._add_early if self._config.stream_gradients else None
-            while groups := self.stream.take(self._config.groups_per_step, on_complete=add_early):
+            while self._stopped_early is None and (
+                groups := self.stream.take(self._config.groups_per_step, on_complete=add_early)
+            ):
                 self._step(groups)
             HEALTH.report("ends: the last version goes to the log", lasts_seconds=self._config.hung_seconds)
             self.versions.wait_until_published()
+            if not self._stop.is_set():
+                self._await_evaluation()
             self.versions.publisher.close()
         except BusError as error:
             if error.is_fenced:
@@ -115,18 +129,46 @@ class Trainer:
             raise
         finally:
             self.stream.close()
+            self._evaluations.close()
             self._reporter.close()
-        if self.stream.ended:
+        if self.stream.ended or self._stopped_early is not None:
             HEALTH.report("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
             self._export()
-            log.info("run_completed", version=self.versions.current, groups=self._config.total_groups)
+            log.info(
+                "run_completed",
+                version=self.versions.current,
+                groups=self._config.total_groups,
+                reason=self._stopped_early or "all groups have ended",
+            )
 
     def _export(self) -> None:
         if self.learner.is_sharded:
             assert self.versions.progress is not None
-            export_checkpoint(self._config, self.versions.checkpoints, self.versions.progress)
+            export_checkpoint(self._config, self.versions.checkpoints, self.versions.progress, self._config.exported)
         else:
             export_policy(self.learner.tensors, self._config.exported)
+
+    @property
+    def _stopped_early(self) -> str | None:
+        """Why an evaluation has ended the run; None if none has."""
+        last = self._evaluations.last_stop
+        if last is None:
+            return None
+        return (
+            f"early stop: {last.without_improvement} evaluations were no improvement on version {last.best_version} "
+            f"({last.metric.value} {last.best_score:g})"
+        )
+
+    def _await_evaluation(self) -> None:
+        """Wait until the version in the newest checkpoint is evaluated, if it is due; export it if it is the best."""
+        progress = self.versions.progress
+        assert progress is not None
+        result = self._evaluations.wait(progress.version)
+        if result is None or not result.complete or result.best_version != progress.version:
+            return
+        HEALTH.report("exports the best policy", lasts_seconds=self._config.hung_seconds)
+        export_checkpoint(self._config, self.versions.checkpoints, progress, self._config.best)
+        log.info("best_exported", version=progress.version, score=result.score, folder=str(self._config.best))
 
     def recover(self) -> None:
         """Start a new run or restore the newest checkpoint, as `resume` does. `run` calls this first."""
@@ -158,15 +200,20 @@ class Trainer:
         trained, now = perf_counter(), time.time()
         # Keeps the checkpoint at most one version ahead of the log.
         versions.current = versions.wait_until_published()
+        published = perf_counter()
+        self._await_evaluation()
+        held = perf_counter() - published
+        if self._stop.is_set() and self._evaluations.is_awaited(before):
+            return  # without the step: what it would publish would end the evaluation
         if done.tokens:
             self._weights_since = versions.current
         self.learner.check_finite(selected, versions.current)
         line = StepLine.of(selected, done, before=before, version=versions.current, abandoned=versions.abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, early + trained - began, now
-        line.devices = self._ranks.size
+        line.devices, line.evaluation_seconds = self._ranks.size, held
         fresh = oldest_fresh_version(versions.current, versions.abandoned, max_staleness=self._rules.max_staleness)
         outcomes = outcomes_of(selected, step=versions.current, policy_version=before, oldest_fresh=fresh, now=now)
-        versions.save_and_publish(self.stream.settlement(outcomes), line=line, trained=trained)
+        versions.save_and_publish(self.stream.settlement(outcomes), line=line, trained=trained + held)
         self._reporter.report(line)
         log.info(
             "step_finished", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups

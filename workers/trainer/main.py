@@ -13,6 +13,7 @@ import structlog
 
 from rose.schemas.errors import UsageError
 from rose.topics.settings import BusSettings
+from rose.workers.evaluator.config import EvaluationConfig
 from rose.workers.import_path import with_import_paths
 from rose.workers.trainer.config import TrainerConfig
 from rose.workers.weights.config import WeightsConfig
@@ -37,9 +38,16 @@ def rank_from_environment() -> int:
 
 
 def run_trainer(
-    settings: BusSettings, config: TrainerConfig, stop: Event, *, weights: WeightsConfig | None = None
+    settings: BusSettings,
+    config: TrainerConfig,
+    stop: Event,
+    *,
+    weights: WeightsConfig | None = None,
+    evaluation: EvaluationConfig | None = None,
 ) -> None:
     """Train until all groups of the run are settled or `stop` is set; the current step is finished first.
+
+    `evaluation`: the evaluations that versions wait for, and that may end the run; None: none.
 
     Returns early if `stop` is set before the trainer has recovered its position. A process that a launcher has started
     as another rank than 0 follows rank 0 instead.
@@ -74,7 +82,7 @@ def run_trainer(
         ranks.require_alike(_shared_settings(config, weights), "settings")
         if ranks.leads:
             with suppress(StreamStopped):
-                Trainer(settings, config, weights, stop, ranks).run()
+                Trainer(settings, config, weights, stop, ranks, evaluation).run()
             ranks.send_to_all(pack(Leave()))
         else:
             follow(settings, config, weights, ranks)

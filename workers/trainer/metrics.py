@@ -33,7 +33,7 @@ STEP_LOG = "metrics.jsonl"
 
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
-OTHER_MODEL, DEAD_LETTER = "other_model", "dead_letter"
+OTHER_MODEL, DEAD_LETTER, EVALUATION = "other_model", "dead_letter", "evaluation"
 """Labels of samples that are not given to the group assembly."""
 
 TRAINER = CollectorRegistry()
@@ -107,13 +107,16 @@ POLICY_WAIT_SECONDS = _histogram(
     "rose_trainer_policy_wait_seconds",
     "Time that a step waited until the last version was on the log, with the copy of its own weights.",
 )
+EVALUATION_WAIT_SECONDS = _histogram(
+    "rose_trainer_evaluation_wait_seconds", "Time that a version waited for the evaluation of the version before it."
+)
 TRAINING_SECONDS = _histogram("rose_trainer_training_seconds", "Time of training on the groups of a step.")
 CHECKPOINT_SECONDS = _histogram("rose_trainer_checkpoint_seconds", "Time to write the checkpoint of a step.")
 PUBLISHING_SECONDS = _histogram(
     "rose_trainer_publishing_seconds", "Time to publish chunks, manifest and outcomes, during the next step."
 )
 
-for _taken in (*SampleStatus, OTHER_MODEL, DEAD_LETTER):
+for _taken in (*SampleStatus, OTHER_MODEL, DEAD_LETTER, EVALUATION):
     SAMPLES.labels(_taken if isinstance(_taken, str) else _taken.value)
 for _unknown in (MISMATCH_KL, REFERENCE_KL, ENTROPY):
     _unknown.set(math.nan)  # 0 would be an alarm, or hide one, before the first step
@@ -194,6 +197,8 @@ class StepLine(msgspec.Struct, kw_only=True):
     samples."""
     streamed_tokens: int = 0
     """Number of sampled tokens whose gradient was computed before the step's last group was complete."""
+    evaluation_seconds: float = 0.0
+    """Seconds of holding the version back until the version before was evaluated."""
 
     @classmethod
     def of(

@@ -10,6 +10,7 @@ Keeps true
   an outcome and drops samples that have one, so it reads only what is still live. `groups.py` says why this position is
   sufficient.
 - A model has one stream: a newer stream fences the older one, which then cannot settle anything (`fencing.py`).
+- Samples of evaluations are skipped: they are in no group, and the evaluator settles them.
 - A message that is no valid sample, or a sample of an unknown trajectory, becomes a dead letter once.
 - A sample is deleted only after every trainer that the broker remembers, of whatever model, has settled it.
 
@@ -36,6 +37,7 @@ import structlog
 
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.progress import Group, GroupState
+from rose.schemas.prompts import is_evaluation
 from rose.schemas.samples import Sample, SampleOutcome
 from rose.topics.admin import delete_before, lowest_committed
 from rose.topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_PREFIX
@@ -278,7 +280,9 @@ class SampleStream:
         self._assembly = GroupAssembly(
             ResumePoint(dict(self._committed), known_from),
             {part: end for part, (_, end) in spans.items()},
-            settled=(one.group_id for one in settled if isinstance(one, SampleOutcome)),
+            settled=(
+                one.group_id for one in settled if isinstance(one, SampleOutcome) and not is_evaluation(one.group_id)
+            ),
         )
         self._delete_at = 0.0
         begins = {(SAMPLES, part): offset for part, offset in self._committed.items()}
@@ -329,6 +333,8 @@ class SampleStream:
             self._dead_letter(item, "it has no value")
         elif item.record.model_id != self.model_id:
             metrics.SAMPLES.labels(metrics.OTHER_MODEL).inc()
+        elif is_evaluation(item.record.group_id):
+            metrics.SAMPLES.labels(metrics.EVALUATION).inc()
         else:
             self._on_sample(item, item.record)
 
@@ -346,6 +352,8 @@ class SampleStream:
         """Count a group as ended, or not, from its record."""
         if isinstance(item, Envelope) and isinstance(item.record, Group):
             name = item.record.group_id
+            if is_evaluation(name):
+                return
             if item.record.state is not GroupState.OPEN:
                 self._ended_groups.add(name)
             elif not self._assembly.is_settled(name):

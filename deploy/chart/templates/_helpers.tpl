@@ -205,6 +205,9 @@ env:
   - {name: ROSE_WEIGHTS__TRUSTED_KEY, value: /etc/rose/keys/trusted.pub}
 {{- end }}
 {{- end }}
+{{- if and (eq .role "evaluator") .key }}
+  - {name: ROSE_WEIGHTS__TRUSTED_KEY, value: /etc/rose/keys/trusted.pub}
+{{- end }}
 {{- if eq .role "control" }}
   - {name: ROSE_CONTROL__PAGE_HOST, value: 0.0.0.0}
   - {name: ROSE_CONTROL__PAGE_PORT, value: {{ .values.pagePort | quote }}}
@@ -235,5 +238,8 @@ volumeMounts: {{- include "rose.mounts" . | nindent 2 }}
 {{- end }}
 {{- if eq .role "trainer" }}
   - {name: run, mountPath: /var/lib/rose}
+{{- end }}
+{{- if and (eq .role "evaluator") .values.promptsVolume }}
+  - {name: prompts, mountPath: /etc/rose/prompts, readOnly: true}
 {{- end }}
 {{- end }}

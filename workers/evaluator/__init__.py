@@ -1,0 +1,1 @@
+"""Evaluates policy versions during training, on prompts that are never trained on."""
