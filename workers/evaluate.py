@@ -19,7 +19,6 @@ import msgspec
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import RoseError, UsageError
 from rose.schemas.prompts import Sampling
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
     EnvironmentFailure,
     Job,
@@ -29,6 +28,7 @@ from rose.workers.environments.jobs import (
     RunnerLimits,
     StepJob,
 )
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.protocol import Environment
 from rose.workers.environments.registry import load_environment
 from rose.workers.environments.thread_runner import ThreadRunner

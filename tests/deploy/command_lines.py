@@ -16,8 +16,8 @@ def parsed(arguments: Sequence[str]) -> tuple[str, dict[str, object]]:
     command = typer.main.get_command(app)
     words, path = list(arguments), []
     context = command.make_context("rose", words, resilient_parsing=False)
-    while hasattr(command, "resolve_command"):
-        name, found, words = command.resolve_command(context, [*context._protected_args, *context.args])
+    while hasattr(command, "resolve_command") and (rest := [*context._protected_args, *context.args]):
+        name, found, words = command.resolve_command(context, rest)
         command = found
         path.append(str(name))
         context = command.make_context(str(name), words, parent=context)

@@ -31,9 +31,10 @@ from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.environments import metrics
 from rose.workers.environments.config import EnvironmentConfig
-from rose.workers.environments.home import Home, ResetResult
+from rose.workers.environments.home import Home
 from rose.workers.environments.main import run_environment_worker
 from rose.workers.environments.outbox import PendingTransition, fence
+from rose.workers.environments.prompt_decisions import ResetResult
 from tests.support.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.support.environment_worker_fixtures import (
     GROUPS,

@@ -12,9 +12,9 @@ import pytest
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.workers.environments.byte_model import write_byte_model
 from rose.workers.environments.config import EnvironmentConfig
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import ResetJob, RunnerLimits, StepJob
 from rose.workers.environments.main import begin_environments, runners_of
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.transitions import StepResult
 from rose.workers.environments.turn_format import TurnFormat

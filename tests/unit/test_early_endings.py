@@ -22,8 +22,9 @@ from rose.workers.environments.early_endings import (
     stale_endings,
     surplus_endings,
 )
-from rose.workers.environments.home import DecisionKind, Home
+from rose.workers.environments.home import Home
 from rose.workers.environments.outbox import PendingTransition, group_record, open_group_record
+from rose.workers.environments.prompt_decisions import DecisionKind
 from rose.workers.environments.trajectory import Trajectory
 from rose.workers.environments.transitions import OutgoingRecords, advance, end_at_result, fail_trajectory
 from tests.support.trajectory_fixtures import RULES, opened, prompt_of, result_of, stepped

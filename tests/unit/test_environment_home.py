@@ -15,8 +15,9 @@ from rose.topics.catalog import COMPLETED, EVALUATIONS, MAX_MESSAGE_BYTES, PROMP
 from rose.topics.reader import Reader
 from rose.topics.records import Envelope, InvalidMessage, RawMessage
 from rose.topics.writer import Writer
-from rose.workers.environments.home import OLD_BATCH, DecisionKind, Home, OffsetTracker, PromptDecision
+from rose.workers.environments.home import OLD_BATCH, Home, OffsetTracker
 from rose.workers.environments.outbox import AGAIN_SECONDS, Outbox, group_record
+from rose.workers.environments.prompt_decisions import DecisionKind, PromptDecision
 from rose.workers.environments.recovery import Recovery
 from rose.workers.environments.trajectory import begin
 from tests.support.trajectory_fixtures import RULES

@@ -9,8 +9,8 @@ import pytest
 
 from rose.workers.environments import runner_supervisor
 from rose.workers.environments.config import LEAST_MEMORY
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, JobResult
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.transitions import StepResult
 from tests.support.environment_fixtures import WAIT_SECONDS, answers, answers_of
 from tests.support.misbehaving_environment import CHANGES, FOLDER, FORKS, NAME

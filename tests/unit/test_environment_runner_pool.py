@@ -15,8 +15,8 @@ from rose.schemas.arrays import count, unpack_tokens
 from rose.workers.environments import runner_pool as stage_module
 from rose.workers.environments import runner_supervisor
 from rose.workers.environments import thread_runner as runner_module
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, Job, ResetRefused, ResultCallback, RunnerLimits
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.protocol import Environment, JsonValue
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.thread_runner import ThreadRunner

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from rose.schemas.arrays import unpack_tokens
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import ResetRefused
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.protocol import (
     FirstObservation,
     Message,

@@ -43,9 +43,10 @@ from rose.schemas.wire import decode, encode
 from rose.topics.catalog import RECORD_TOPICS, Topic
 from rose.topics.local_broker import free_ports
 from rose.topics.records import Envelope, InvalidMessage
-from rose.workers.environments.home import DecisionKind, Home
+from rose.workers.environments.home import Home
 from rose.workers.environments.outbox import group_record
 from rose.workers.environments.prompt_admission import admission_error
+from rose.workers.environments.prompt_decisions import DecisionKind
 from rose.workers.environments.trajectory import ResultVerdict, begin, result_error, with_full_sampling
 from rose.workers.environments.transitions import advance, fail_trajectory
 from rose.workers.executor.contexts import ContextCache

@@ -64,7 +64,7 @@ TRAINING_ACTIONS = (*ACTIONS, "7 and 3\n</think>\n\n=12")
 FIX = "write a turn_format.json that says how this policy reads turns (docs/guides/environments.md)"
 
 REWRITES = f'add a {TRAINING_FILE}, or {FIX}, such as {{"rendering": "suffix"}}'
-"""What to do where a template rewrites earlier turns."""
+"""The advice where a template rewrites earlier turns."""
 
 
 class TurnFormatError(UsageError):

@@ -24,8 +24,8 @@ from typing import Any
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError
 from rose.workers.environments.check_player import Holdings, Life, Player
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import EnvironmentFailure, JobResult, ResetRefused
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.runner_supervisor import APART_SECONDS, FIRST_SECONDS
 from rose.workers.environments.transitions import StepResult
 
@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPlan:
-    """What is played."""
+    """The environment to play, and how it is played."""
 
     environment: str
     model_folder: Path

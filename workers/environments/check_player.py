@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from rose.schemas.limits import MAX_CONTEXT_TOKENS
 from rose.workers.environments.config import EnvironmentConfig
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import Job, JobResult, ResetJob, ResultCallback, Runner, RunnerLimits, StepJob
 from rose.workers.environments.main import begin_environments, runners_of
 from rose.workers.environments.process_runner import ProcessRunner
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.runner_pool import RunnerPool
 from rose.workers.environments.transitions import StepResult
 from rose.workers.environments.turn_format import TurnFormat
@@ -39,7 +39,7 @@ GENERATION = 1
 
 
 class Holdings(NamedTuple):
-    """What a process of environments holds."""
+    """Descriptors, threads and children that a process of environments holds."""
 
     descriptors: int
     threads: int

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from rose.workers.environments.home import ResetResult
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.transitions import StepResult
 
 T = TypeVar("T")

@@ -38,15 +38,8 @@ from rose.topics.records import Place
 from rose.topics.settings import BusSettings
 from rose.topics.writer import Writer
 from rose.workers.environments import metrics
-from rose.workers.environments.home import (
-    OLD_BATCH,
-    DecisionKind,
-    Home,
-    KnownGroup,
-    OpenGroup,
-    PromptDecision,
-    ResetResult,
-)
+from rose.workers.environments.home import OLD_BATCH, Home, KnownGroup, OpenGroup
+from rose.workers.environments.prompt_decisions import DecisionKind, PromptDecision, ResetResult
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, begin, with_full_sampling
 from rose.workers.environments.transitions import OutgoingRecords, fail_at_opening, first_request
 

@@ -12,9 +12,10 @@ from rose.schemas.limits import MAX_DEFERRALS, MAX_GROUP_SIZE
 from rose.schemas.progress import GroupState
 from rose.schemas.prompts import Prompt, sampling_error, stop_tokens_error, trajectory_id
 from rose.schemas.wire import encode
-from rose.workers.environments.home import Home, PromptDecision
+from rose.workers.environments.home import Home
 from rose.workers.environments.jobs import ResetJob
 from rose.workers.environments.outbox import group_record
+from rose.workers.environments.prompt_decisions import PromptDecision
 from rose.workers.environments.trajectory import TrajectoryRules, with_full_sampling
 
 FURTHEST = 2**53

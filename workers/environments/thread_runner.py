@@ -30,7 +30,6 @@ import structlog
 
 from rose.schemas.arrays import pack_tokens, unpack_tokens
 from rose.schemas.errors import UsageError, describe_error, is_start_refused, leaves_of, message_of
-from rose.workers.environments.home import ResetResult
 from rose.workers.environments.jobs import (
     BEATS,
     COUNTERS,
@@ -57,6 +56,7 @@ from rose.workers.environments.process_integrity import (
     ProcessIntegrity,
     end_if_forked,
 )
+from rose.workers.environments.prompt_decisions import ResetResult
 from rose.workers.environments.protocol import (
     EVALUATION,
     Environment,

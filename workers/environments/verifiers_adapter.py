@@ -77,7 +77,7 @@ class Verifiers:
     """An environment of verifiers. Subclasses name it."""
 
     env: ClassVar[Mapping[str, Any]]
-    """What the block `[env]` of verifiers says, such as `{"taskset": {"id": "gsm8k-v1"}}`."""
+    """The block `[env]` of verifiers, such as `{"taskset": {"id": "gsm8k-v1"}}`."""
     most_tasks: ClassVar[int] = 10_000
     """Number of tasks of a taskset that generates them without an end."""
     turn_limit: ClassVar[int] = 64

@@ -38,12 +38,13 @@ from rose.workers.environments.early_endings import (
     stale_endings,
     surplus_endings,
 )
-from rose.workers.environments.home import DecisionKind, Home, PromptDecision, ResetResult
+from rose.workers.environments.home import Home
 from rose.workers.environments.jobs import EnvironmentFailure, Job, JobResult, ResetRefused, StepJob
 from rose.workers.environments.log_cleaner import LogCleaner
 from rose.workers.environments.membership import RECOVERABLE, Membership, RecoveryAbandoned, RecoveryPolicy
 from rose.workers.environments.outbox import Outbox, PendingTransition, fence
 from rose.workers.environments.prompt_admission import PendingReset, admission_error, reset_jobs
+from rose.workers.environments.prompt_decisions import DecisionKind, PromptDecision, ResetResult
 from rose.workers.environments.recovery import outcomes_from, recover_homes
 from rose.workers.environments.rounds import Rounds
 from rose.workers.environments.runner_pool import RunnerPool
