@@ -82,11 +82,11 @@ def test_files_of_all_kinds_are_restored() -> None:
         "mkdir -m 1777 open; touch 'new\nline' $'\\xff'; echo t > /tmp/t; echo s > /dev/shm/s; chmod 000 open"
     )
     _, state = act(environment, command)
-    look = "ls -laRn --time-style=+%s . /tmp /dev/shm | grep -v '^total'; cat /tmp/t /dev/shm/s hard"
-    look += "; stat -c %i hard src/main.c | uniq | wc -l"
+    look = "ls -lARn --time-style=+%s . /tmp /dev/shm | grep -v '^total'; cat /tmp/t /dev/shm/s hard"
+    look += "; stat -c '%A %u %g' . /tmp /dev/shm; stat -c %i hard src/main.c | uniq | wc -l"
     again = restored(state)
     for each in (environment, again):
-        run(each.step(shell("find . /tmp /dev/shm -type d -exec touch -d @0 {} +")))
+        run(each.step(shell("find . /tmp /dev/shm ! -type f -exec touch -h -d @0 {} +")))
     assert seen(again, look) == seen(environment, look)
     run(environment.close())
     run(again.close())
