@@ -282,6 +282,13 @@ def test_cost_of_each_fate_and_of_each_correct_answer_is_drawn() -> None:
     assert [list(line.y) for line in steps.data] == [[6.5, None], [6.5, 12.5]]
 
 
+def test_bars_have_the_device_time_of_every_outcome() -> None:
+    answers = {f"g:{number}": Answer(outcome, True, 1, 2.0) for number, outcome in enumerate(Outcome)}
+    attempts = [Attempt(name, DeviceClass.BORROWED, "H800", 3600.0, True, 1.0) for name in answers]
+    fates = cost_charts.cost_by_fate(cost_of(Usage(attempts, answers, [], None), Prices()))
+    assert fates is not None and sum(x for bar in fates.data for x in bar.x) == pytest.approx(len(Outcome))
+
+
 def test_page_and_terminal_say_what_a_correct_answer_costs() -> None:
     history = fold_history(RECORDS)
     cost = cost_of(USAGE, PRICES)
