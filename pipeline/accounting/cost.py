@@ -72,7 +72,7 @@ class Attempt(NamedTuple):
     device_seconds: float
     """Without the time of the attempts that it went on from."""
     kept: bool
-    """Whether its tokens are part of the trajectory."""
+    """Whether its tokens are part of the trajectory, or of the turn that was stopped as the trajectory ended early."""
     ended_at: float
     """Unix seconds."""
 
