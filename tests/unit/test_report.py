@@ -17,7 +17,7 @@ from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Wor
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
-from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
 from rose.schemas.weights import WeightManifest
 
@@ -260,6 +260,12 @@ def test_success_is_omitted_if_no_environment_reports_it() -> None:
     assert charts.learning_curve(history, Success()) is None
     turns = charts.trajectory_turns(history)
     assert turns is not None and [(bar.name, sum(bar.y)) for bar in turns.data] == [("not judged", 2)]
+
+
+def test_trajectories_that_ended_early_are_in_no_distribution_of_turns() -> None:
+    early = {"reward": None, "success": None, "ended": Ending.SURPLUS}
+    records = [msgspec.structs.replace(each, **early) if isinstance(each, Sample) else each for each in RECORDS]
+    assert charts.trajectory_turns(fold_history(records)) is None
 
 
 def test_cost_of_each_fate_and_of_each_correct_answer_is_drawn() -> None:
