@@ -5,6 +5,7 @@ Keeps true
 - The time of all steps, with what came after the last step, is the whole time.
 - A dedicated device costs from the first to the last moment that it is held: what no attempt used is `idle`. A borrowed
   device costs for the seconds of its attempts only. A device of the trainer costs while it trains and while it waits.
+- Evaluations settle no step: their device time belongs to the step in which it was used.
 - Nothing unknown counts as zero: attempts with an unknown time are counted as attempts, and have no time.
 
 Pure. A live run and a simulation give the same facts: attempts, answers, held devices and steps of the trainer.
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from rose.pipeline.accounting.prices import DeviceClass, Prices
+from rose.schemas.prompts import group_id_of, is_evaluation
 from rose.schemas.samples import Outcome
 
 
@@ -70,7 +72,7 @@ class Attempt(NamedTuple):
     device_seconds: float
     """Without the time of the attempts that it went on from."""
     kept: bool
-    """Whether its tokens are part of the trajectory."""
+    """Whether its tokens are part of the trajectory, or of the turn that was stopped as the trajectory ended early."""
     ended_at: float
     """Unix seconds."""
 
@@ -82,7 +84,7 @@ class Answer(NamedTuple):
     correct: bool | None
     """Whether the task was solved; None if that is not known."""
     step: int
-    """Step of the trainer that settled the trajectory."""
+    """Step of the trainer that settled the trajectory; of an evaluation, the version that it is pinned to."""
     settled_at: float
     """Unix seconds."""
 
@@ -215,7 +217,7 @@ def fate_of(attempt: Attempt, answers: Mapping[str, Answer]) -> Fate:
 
 def cost_of(usage: Usage, prices: Prices) -> CostReport:
     """Return the cost of a run."""
-    steps = _Steps(usage.answers.values())
+    steps = _Steps(answer for name, answer in usage.answers.items() if not is_evaluation(group_id_of(name)))
     seconds: defaultdict[_Key, float] = defaultdict(float)
     counts: Counter[_Key] = Counter()
     busy: defaultdict[str, list[Attempt]] = defaultdict(list)

@@ -3,8 +3,9 @@
 Keeps true
 - A result holds the device time of the whole turn so far. The time of an attempt is what the result has more than the
   result that the attempt went on from. If that result is not on the log, the time of the attempt is unknown.
-- An attempt is kept if the applied result of its turn is its own or went on from it. Of a turn without a sample, the
-  first COMPLETED result counts as applied, otherwise the longest partial turn. A duplicate result counts once.
+- An attempt is kept if the applied result of its turn is its own or went on from it. Of a turn that is in no sample, as
+  the last one of a trajectory that ended early, the first COMPLETED result counts as applied, otherwise the longest
+  partial turn. A duplicate result counts once.
 - An attempt number without a result, below the highest number of its turn, is an attempt with an unknown time.
 - A dedicated executor is held from its first to its last record on the log, each start by itself: heartbeats, which are
   deleted early, and results.
@@ -113,7 +114,7 @@ class UsageLedger:
         unknown = 0
         for name in sorted(self._results.keys() | self._applied.keys()):  # sums of one log have one last digit
             results, applied = self._results.get(name, []), self._applied.get(name)
-            own, missing = _own_seconds(results, applied, ended=name[0] in self._solved)
+            own, missing = _own_seconds(results, applied)
             unknown += missing
             for place, each in own.items():
                 attempts.append(self._attempt(name[0], results[place], each))
@@ -185,18 +186,13 @@ class _OwnSeconds(NamedTuple):
     kept: bool
 
 
-def _own_seconds(
-    results: Sequence[_Result], applied: _Applied | None, *, ended: bool
-) -> tuple[dict[int, _OwnSeconds], int]:
-    """Return the device time of the attempts at one turn by place in `results`, and the number of unknown attempts.
-
-    `ended`: whether the trajectory has a sample.
-    """
+def _own_seconds(results: Sequence[_Result], applied: _Applied | None) -> tuple[dict[int, _OwnSeconds], int]:
+    """Return the device time of the attempts at one turn by place in `results`, and the number of unknown attempts."""
     contexts = [result.context_tokens for result in results if result.context_tokens]
     context = applied.context_tokens if applied else min(contexts, default=0)
     before = [_place_before(results, place, context) for place in range(len(results))]
     kept: set[int] = set()
-    tip = _tip(results, applied, ended=ended)
+    tip = _tip(results, applied)
     while tip is not None and tip != NOT_ON_LOG and tip not in kept:
         kept.add(tip)
         tip = before[tip]
@@ -230,11 +226,11 @@ def _place_before(results: Sequence[_Result], place: int, context_tokens: int) -
     return NOT_ON_LOG
 
 
-def _tip(results: Sequence[_Result], applied: _Applied | None, *, ended: bool) -> int | None:
+def _tip(results: Sequence[_Result], applied: _Applied | None) -> int | None:
     """Return the place of the result whose tokens count; None if there is none."""
-    if ended:
+    if applied is not None:
         names = [(result.attempt, result.worker, result.finished_at) for result in results]
-        name = None if applied is None else (applied.attempt, applied.worker, applied.finished_at)
+        name = (applied.attempt, applied.worker, applied.finished_at)
         return names.index(name) if name in names else None
     for place, result in enumerate(results):
         if result.outcome is TurnOutcome.COMPLETED:

@@ -99,7 +99,10 @@ def describe(replica: Replica) -> list[str]:
         f"{dedicated} dedicated and {lenders} lending executors"
     ]
     if replica.left_out_groups:
-        lines.append(f"left out: {replica.left_out_groups} groups that failed, ended early or are not whole on the log")
+        lines.append(
+            f"left out: {replica.left_out_groups} groups of evaluations, or that failed, ended early or are not whole "
+            "on the log"
+        )
     if replica.left_out_executors > 0:
         lines.append(f"left out: {replica.left_out_executors} executors that were there for less than half of the time")
     for model, engine in replica.engines.items():

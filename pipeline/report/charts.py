@@ -93,11 +93,9 @@ def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
 
 
 def trajectory_turns(history: RunHistory) -> go.Figure | None:
-    """Distribution of the number of turns of trajectories, by success."""
-    counts = {
-        solved: Counter(each.turns for each in history.trajectories if each.success is solved and not each.failure)
-        for solved in (True, False, None)
-    }
+    """Distribution of the number of turns of the trajectories that ended with a reward, by success."""
+    ended = [each for each in history.trajectories if each.reward is not None]
+    counts = {solved: Counter(each.turns for each in ended if each.success is solved) for solved in (True, False, None)}
     if not any(counts.values()):
         return None
     figure = styled_figure(height=320)

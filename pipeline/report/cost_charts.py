@@ -1,7 +1,7 @@
 """Charts of the cost of a run: by what the work became, and of one correct answer in each step.
 
 Keeps true
-- The charts show the cost if there are prices, otherwise the device time.
+- The charts show the cost if there are prices, otherwise the device time; the bars have all of it.
 - A step without a correct answer has no mark: its cost for each correct answer is not a number.
 """
 
@@ -27,6 +27,7 @@ FATES = {
     Fate.SUPERSEDED: "superseded",
     Fate.SURPLUS: "surplus",
     Fate.INFRA_FAILED: "infrastructure failed",
+    Fate.EVALUATED: "evaluated",
     Fate.IN_FLIGHT: "in flight",
     Fate.LOST: "lost attempts",
     Fate.IDLE: "idle",

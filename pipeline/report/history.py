@@ -3,19 +3,20 @@
 Keeps true: a pure fold; the same records give the same history, whatever the order of topics.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from rose.pipeline.accounting.usage import UsageLedger
+from rose.schemas.arrays import count
 from rose.schemas.evaluations import EvaluationResult
 from rose.schemas.heartbeats import ExecutorState, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import is_evaluation
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
 from rose.schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
-from rose.schemas.turns import TurnTimes
+from rose.schemas.turns import TurnOutcome, TurnResult, TurnTimes
 from rose.schemas.weights import WeightManifest
 from rose.topics.catalog import COMPLETED, EVALUATION_RESULTS, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
 from rose.topics.errors import TopicMissing
@@ -24,6 +25,9 @@ from rose.topics.records import Envelope
 from rose.topics.settings import BusSettings
 
 CLIENT = "rose-report"
+
+RAN = (TurnOutcome.COMPLETED, TurnOutcome.PREEMPTED)
+"""Outcomes of attempts that have sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,7 @@ class TrajectoryFact:
     failure: str
     turns: int
     sampled_tokens: int
+    """Number of sampled tokens; a surplus trajectory has those of the turn that was stopped, too."""
     first_version: int
     """The policy version of its first token; -1 if it sampled none."""
     completed_at: float
@@ -188,6 +193,7 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
     known: set[str] = set()
     proven: dict[str, tuple[int, int]] = {}
     lenders: dict[str, SlackHeartbeat] = {}
+    stopped: dict[tuple[str, int], int] = {}
     for record in records:
         if isinstance(record, SlackHeartbeat) and record.worker_class is WorkerClass.SERVING:
             history.lender_statuses += _changed_status(lenders.get(record.worker), record)
@@ -198,6 +204,9 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
                 history.turns.extend(_turns(record))
                 if not is_evaluation(record.group_id):
                     history.trajectories.append(_trajectory(record))
+            case TurnResult() if record.outcome in RAN:
+                turn = record.trajectory_id, record.turn
+                stopped[turn] = max(stopped.get(turn, 0), count(record.tokens))
             case SampleOutcome():
                 history.outcomes.setdefault(record.trajectory_id, record)
             case EvaluationResult():
@@ -214,6 +223,7 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
     history.lender_statuses += [
         _silent_status(heartbeat) for heartbeat in lenders.values() if _lender_status(heartbeat).frozen
     ]
+    history.trajectories = [_with_stopped_turn(each, stopped) for each in history.trajectories]
     history.trajectories.sort(key=lambda trajectory: trajectory.completed_at)
     history.versions.sort(key=lambda version: version.published_at)
     history.evaluations.sort(key=lambda result: result.completed_at)
@@ -260,6 +270,17 @@ def _trajectory(sample: Sample) -> TrajectoryFact:
         completed_at=sample.completed_at,
         surplus=sample.ended is Ending.SURPLUS,
     )
+
+
+def _with_stopped_turn(trajectory: TrajectoryFact, tokens: Mapping[tuple[str, int], int]) -> TrajectoryFact:
+    """Add the tokens of the turn under way to a surplus trajectory, whose sample has the turns before it.
+
+    `tokens`: by turn.
+    """
+    if not trajectory.surplus:
+        return trajectory
+    more = tokens.get((trajectory.trajectory_id, trajectory.turns), 0)
+    return replace(trajectory, sampled_tokens=trajectory.sampled_tokens + more)
 
 
 def _version(manifest: WeightManifest) -> VersionFact:

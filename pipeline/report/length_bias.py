@@ -1,16 +1,20 @@
 """Lengths of what was trained on against what was asked for, where trajectories were ended early as surplus. Pure.
 
 The length that a surplus trajectory would have had is unknown: it is at least the length at which it was ended. The
-distribution of what was asked for is therefore the product-limit estimate (Kaplan and Meier, 1958) over the lengths of
-all trajectories, and its mean is the area under the estimated survival function.
+distribution of what was asked for is therefore the product-limit estimate (Kaplan and Meier, 1958), and its mean is the
+area under the estimated survival function.
+
+Each group has an estimate of its own. The estimate assumes that those that were ended at a length would have gone on
+like the others that are as long. Within a group that holds; between groups the others are of harder tasks. Mostly a
+group's longest trajectory was ended, so the mean is a lower bound.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
 
 from rose.pipeline.report.history import RunHistory
-from rose.schemas.prompts import is_evaluation
 
 
 class LengthBias(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +27,7 @@ class LengthBias(msgspec.Struct, frozen=True, kw_only=True):
     asked_mean: float
     """Estimated mean of all trajectories, had none been ended early."""
     asked_at_least: bool
-    """Whether `asked_mean` is a lower bound: the longest trajectory was ended early."""
+    """Whether `asked_mean` is a lower bound: the longest trajectory of some group was ended early."""
 
     @property
     def bias(self) -> float:
@@ -33,22 +37,28 @@ class LengthBias(msgspec.Struct, frozen=True, kw_only=True):
 
 def length_bias(history: RunHistory) -> LengthBias | None:
     """Return the lengths of a run; None if no trajectory was surplus, or none ended with a reward."""
-    trained = [each for each in history.trajectories if not is_evaluation(each.group_id)]
-    finished = [each.sampled_tokens for each in trained if each.reward is not None]
-    surplus = [each.sampled_tokens for each in trained if each.surplus]
+    finished: defaultdict[str, list[int]] = defaultdict(list)
+    surplus: defaultdict[str, list[int]] = defaultdict(list)
+    for each in history.trajectories:
+        if each.reward is not None:
+            finished[each.group_id].append(each.sampled_tokens)
+        elif each.surplus:
+            surplus[each.group_id].append(each.sampled_tokens)
     if not finished or not surplus:
         return None
-    mean, at_least = estimated_mean(finished, surplus)
+    sizes = [len(ended) + len(surplus[group]) for group, ended in finished.items()]
+    estimates = [estimated_mean(ended, surplus[group]) for group, ended in finished.items()]
+    ended_tokens = [tokens for ended in finished.values() for tokens in ended]
     return LengthBias(
-        surplus=len(surplus),
-        finished_mean=sum(finished) / len(finished),
-        asked_mean=mean,
-        asked_at_least=at_least,
+        surplus=sum(map(len, surplus.values())),
+        finished_mean=sum(ended_tokens) / len(ended_tokens),
+        asked_mean=sum(size * mean for size, (mean, _) in zip(sizes, estimates, strict=True)) / sum(sizes),
+        asked_at_least=any(at_least for _, at_least in estimates),
     )
 
 
 def estimated_mean(ended: Sequence[int], cut: Sequence[int]) -> tuple[float, bool]:
-    """Return the product-limit estimate of the mean length, and whether it is a lower bound.
+    """Return the product-limit estimate of the mean length in a group, and whether it is a lower bound.
 
     `ended`: lengths of trajectories that ended. `cut`: lengths at which others were ended early. A trajectory that was
     cut at the length at which another one ended counts as longer.

@@ -5,6 +5,7 @@ Keeps true
   of its environment. What it waits for is simulated.
 - Groups with a trajectory that failed, ended early or is not whole on the log are left out and counted: what the
   trajectory would have done is not known.
+- Groups of evaluations are left out and counted: no training step settled them.
 - What the simulation does not model is measured: the time of a record on the bus, the time that a training step takes
   and that a version takes to the engines, and the delay between a version and the first turn of a group that it made
   room for.
@@ -28,6 +29,7 @@ from rose.pipeline.simulation.rollout import TurnFigures
 from rose.pipeline.simulation.trainer import StepFigures
 from rose.pipeline.simulation.trajectory_plans import PlannedTurn, TrajectoryPlan
 from rose.schemas.heartbeats import BUILDING_REASON, ExecutorState, SlackHeartbeat, WorkerClass
+from rose.schemas.prompts import is_evaluation
 from rose.schemas.record import Record
 from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
@@ -182,7 +184,7 @@ class RecordedRun:
             if not self._since <= min(begins) or not max(ends) <= self._until:
                 continue
             whole = len(members) == next(iter(members.values())).group_size
-            if whole and all(each.plan is not None for each in members.values()):
+            if whole and not is_evaluation(name) and all(each.plan is not None for each in members.values()):
                 found.append((min(begins), name))
             else:
                 left_out += 1

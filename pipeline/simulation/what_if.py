@@ -106,7 +106,7 @@ class Replica:
     engines: dict[EngineModel, FittedEngine]
     """The fitted figures."""
     left_out_groups: int
-    """Groups that failed, or are not whole on the log."""
+    """Groups of evaluations, and those that failed, ended early or are not whole on the log."""
     left_out_executors: int
     """Executors that were there for less than half of the time, or whose kind cannot be simulated beside the others."""
 

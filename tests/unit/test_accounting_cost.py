@@ -133,6 +133,18 @@ def test_filtered_answer_is_correct_and_an_unjudged_one_is_counted_apart() -> No
     assert (report.correct, report.trained, report.unjudged) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("outcome", [Outcome.EVALUATED, Outcome.INFRA_FAILED])
+def test_step_ends_when_the_trainer_settles_it_whenever_evaluations_of_its_version_do(outcome: Outcome) -> None:
+    held = [HeldDevices("H800", 1, 0.0, 300.0)]
+    trained = {f"g{step}:0": Answer(Outcome.TRAINED, True, step, 100.0 * step) for step in (1, 2, 3)}
+    evaluated = {
+        f"evaluation:held-out:5f3a91c0:{version}:0:0:0": Answer(outcome, True, version, at)
+        for version, at in ((0, 50.0), (1, 250.0), (3, 400.0))
+    }
+    steps = cost_of(Usage([], trained | evaluated, held, None), PRICES).steps
+    assert [(each.step, each.device_seconds, each.correct) for each in steps] == [(1, 100, 1), (2, 100, 1), (3, 100, 1)]
+
+
 def test_price_of_a_device_by_name_replaces_that_of_its_class() -> None:
     held = [HeldDevices("H20", 2, 0.0, HOUR_SECONDS), HeldDevices("H800", 1, 0.0, HOUR_SECONDS)]
     report = cost_of(Usage([], {}, held, [TrainerStep(10.0, 900.0, 900.0, 2)]), PRICES)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.pipeline.accounting.cost import HeldDevices, TrainerStep
+from rose.pipeline.accounting.cost import Fate, HeldDevices, TrainerStep, fate_of
 from rose.pipeline.accounting.prices import DeviceClass
 from rose.pipeline.accounting.usage import UsageLedger
 from rose.schemas.arrays import pack_tokens
 from rose.schemas.heartbeats import Hardware, SlackHeartbeat, WorkerClass
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
-from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import Refusal, TurnOutcome, TurnResult, TurnTimes
 from rose.workers.trainer.metrics import StepLine
 from tests.golden.examples import EXAMPLES
@@ -199,6 +199,17 @@ def test_result_that_an_engine_computed_and_that_was_refused_is_lost_work() -> N
     room = msgspec.structs.replace(result(1, REFUSED, {}, started=False), refusal=Refusal.ROOM)
     given_up = result(2, FAILED, {}, worker=None, started=False)
     assert attempts_of(refused, room, given_up) == ([(DeviceClass.DEDICATED, 1.5, False)], 0)
+
+
+def test_turn_that_was_stopped_as_its_trajectory_ended_early_has_the_fate_of_the_trajectory() -> None:
+    surplus = msgspec.structs.replace(sample_of(), reward=None, success=None, ended=Ending.SURPLUS)
+    outcome = SampleOutcome(
+        trajectory_id="g:0", group_id="g", outcome=Outcome.SURPLUS, step=3, policy_version=2, recorded_at=9.0
+    )
+    preempted = result(0, PREEMPTED, {"dedicated": 1.0}, tokens=2)
+    stopped = result(1, PREEMPTED, {"dedicated": 1.5}, tokens=3, earlier=2)
+    usage = ledger_of(preempted, stopped, surplus, outcome, heartbeat("executor-0", 2.0)).usage(None)
+    assert [fate_of(each, usage.answers) for each in usage.attempts] == [Fate.SURPLUS, Fate.SURPLUS]
 
 
 def test_dedicated_executor_is_held_from_its_first_to_its_last_record_in_each_start() -> None:

@@ -59,7 +59,7 @@ def test_scores_of_an_environment_without_success_have_the_reward_alone() -> Non
 def test_series_finds_the_first_of_the_best_scores_and_stops_after_a_row_without_improvement(
     scores: list[float | None], stop_after: int
 ) -> None:
-    series, restarted, since = Series(DIGEST), list[EvaluationResult](), 0
+    series, restarted, since = Series(DIGEST, Metric.SUCCESS), list[EvaluationResult](), 0
     best: tuple[int, float | None] = (-1, None)
     for version, score in enumerate(scores):
         judged = series.judged(result(version, score), stop_after=stop_after, min_improvement=0.0)
@@ -71,21 +71,30 @@ def test_series_finds_the_first_of_the_best_scores_and_stops_after_a_row_without
         assert judged.stops_run == (score is not None and 0 < stop_after <= since)
         series.add(judged)
         restarted.append(judged)
-    again = Series(DIGEST)
+    again = Series(DIGEST, Metric.SUCCESS)
     for judged in restarted:
         again.add(judged)
     assert again == series
 
 
 def test_series_does_not_compare_results_of_other_prompts() -> None:
-    series = Series(DIGEST)
+    series = Series(DIGEST, Metric.SUCCESS)
     series.add(msgspec.structs.replace(result(0, 1.0, digest="ffffffff"), best_version=0, best_score=1.0))
     judged = series.judged(result(0, 0.1), stop_after=1, min_improvement=0.0)
     assert (judged.best_version, judged.best_score, judged.stops_run) == (0, 0.1, False)
 
 
+def test_series_does_not_compare_results_by_another_metric() -> None:
+    series = Series(DIGEST, Metric.REWARD)
+    series.add(msgspec.structs.replace(result(0, 1.0), best_version=0, best_score=1.0))
+    by_reward = msgspec.structs.replace(result(4, 0.1), metric=Metric.REWARD)
+    judged = series.judged(by_reward, stop_after=1, min_improvement=0.0)
+    assert (judged.best_version, judged.best_score, judged.stops_run) == (4, 0.1, False)
+    assert series.versions == {0}, "a version is evaluated once, whatever the metric"
+
+
 def test_a_smaller_increase_than_min_improvement_is_no_improvement() -> None:
-    series = Series(DIGEST)
+    series = Series(DIGEST, Metric.SUCCESS)
     series.add(series.judged(result(0, 0.5), stop_after=1, min_improvement=0.1))
     judged = series.judged(result(1, 0.55), stop_after=1, min_improvement=0.1)
     assert (judged.best_version, judged.stops_run) == (0, True)

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.pipeline.report.history import fold_history
+from rose.pipeline.report.history import RunHistory, TrajectoryFact, fold_history
 from rose.pipeline.report.length_bias import estimated_mean, length_bias, length_sentence
+from rose.schemas.arrays import pack_tokens
 from rose.schemas.samples import Ending, Sample
+from rose.schemas.turns import TurnOutcome, TurnResult
 from tests.support.sample_fixtures import sample
 
 LENGTHS = st.lists(st.integers(0, 500), min_size=1, max_size=40)
@@ -32,19 +34,54 @@ def test_known_estimate() -> None:
     assert estimated_mean([2, 4], [3]) == (pytest.approx(2 + 2 / 3 * 2), False)
 
 
-def test_estimate_finds_the_mean_of_groups_whose_longest_members_were_cut() -> None:
+@pytest.mark.parametrize(("between", "within"), [(0.0, 0.8), (0.8, 0.6), (1.0, 0.3)])
+def test_asked_mean_is_a_lower_bound_however_unlike_the_groups_are(between: float, within: float) -> None:
     draw = random.Random(7)
-    ended, cut, true = [], [], []
-    for _ in range(400):
-        group = sorted(round(draw.lognormvariate(5.0, 0.8)) for _ in range(20))
+    facts, true = [], []
+    for number in range(300):
+        typical = draw.gauss(5.5, between)
+        group = sorted(round(draw.lognormvariate(typical, within)) for _ in range(20))
         true += group
-        ended += group[:16]
-        cut += [group[15]] * 4
-    mean, at_least = estimated_mean(ended, cut)
-    asked, trained = sum(true) / len(true), sum(ended) / len(ended)
-    assert trained < 0.75 * asked, "what ended first is shorter"
-    assert at_least or abs(mean / asked - 1) < 0.05
-    assert mean > 0.85 * asked
+        facts += [fact(f"g{number}", index, min(length, group[15]), index > 15) for index, length in enumerate(group)]
+    bias = length_bias(RunHistory(trajectories=facts))
+    assert bias is not None and bias.asked_at_least
+    assert 1.02 * bias.finished_mean < bias.asked_mean < sum(true) / len(true)
+
+
+def fact(group: str, index: int, tokens: int, surplus: bool) -> TrajectoryFact:
+    return TrajectoryFact(
+        trajectory_id=f"{group}:{index}",
+        group_id=group,
+        reward=None if surplus else 1.0,
+        success=None,
+        failure="",
+        turns=1,
+        sampled_tokens=tokens,
+        first_version=0,
+        completed_at=0.0,
+        surplus=surplus,
+    )
+
+
+def test_surplus_trajectory_has_the_tokens_of_the_turn_that_was_stopped() -> None:
+    """Of a task of one turn, the sample of a surplus trajectory has no sampled token."""
+    ended = [sample(index=index, tokens=[1] * (tokens + 1), reward=1.0) for index, tokens in enumerate((10, 20))]
+    surplus = sample(index=2, tokens=[1], mask=[0], reward=None, ended=Ending.SURPLUS)
+    stopped = [
+        TurnResult(
+            trajectory_id="g:2",
+            group_id="g",
+            home=0,
+            turn=0,
+            attempt=attempt,
+            outcome=TurnOutcome.PREEMPTED,
+            tokens=pack_tokens([1] * tokens),
+        )
+        for attempt, tokens in enumerate((8, 20))
+    ]
+    bias = length_bias(fold_history([*ended, surplus, *stopped]))
+    assert bias is not None and (bias.finished_mean, bias.asked_at_least) == (15.0, True)
+    assert bias.asked_mean == pytest.approx((10 + 20 + 20) / 3)
 
 
 def test_run_with_surplus_trajectories_says_how_much_shorter_its_samples_are() -> None:

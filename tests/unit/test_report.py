@@ -17,7 +17,7 @@ from rose.schemas.heartbeats import ExecutorState, Hardware, SlackHeartbeat, Wor
 from rose.schemas.prompts import Sampling
 from rose.schemas.record import Record
 from rose.schemas.sampled_tokens import VersionSpan
-from rose.schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from rose.schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
 from rose.schemas.turns import TurnTimes
 from rose.schemas.weights import WeightManifest
 
@@ -262,6 +262,12 @@ def test_success_is_omitted_if_no_environment_reports_it() -> None:
     assert turns is not None and [(bar.name, sum(bar.y)) for bar in turns.data] == [("not judged", 2)]
 
 
+def test_trajectories_that_ended_early_are_in_no_distribution_of_turns() -> None:
+    early = {"reward": None, "success": None, "ended": Ending.SURPLUS}
+    records = [msgspec.structs.replace(each, **early) if isinstance(each, Sample) else each for each in RECORDS]
+    assert charts.trajectory_turns(fold_history(records)) is None
+
+
 def test_cost_of_each_fate_and_of_each_correct_answer_is_drawn() -> None:
     cost = cost_of(USAGE, PRICES)
     fates = cost_charts.cost_by_fate(cost)
@@ -280,6 +286,13 @@ def test_cost_of_each_fate_and_of_each_correct_answer_is_drawn() -> None:
     assert steps is not None
     # The second step has no correct answer, so it has no cost for each of them.
     assert [list(line.y) for line in steps.data] == [[6.5, None], [6.5, 12.5]]
+
+
+def test_bars_have_the_device_time_of_every_outcome() -> None:
+    answers = {f"g:{number}": Answer(outcome, True, 1, 2.0) for number, outcome in enumerate(Outcome)}
+    attempts = [Attempt(name, DeviceClass.BORROWED, "H800", 3600.0, True, 1.0) for name in answers]
+    fates = cost_charts.cost_by_fate(cost_of(Usage(attempts, answers, [], None), Prices()))
+    assert fates is not None and sum(x for bar in fates.data for x in bar.x) == pytest.approx(len(Outcome))
 
 
 def test_page_and_terminal_say_what_a_correct_answer_costs() -> None:

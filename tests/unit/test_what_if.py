@@ -270,6 +270,20 @@ def test_group_with_a_trajectory_that_ended_early_is_left_out(ended: Ending) -> 
     assert left_out == 1 and cut.group_id not in groups
 
 
+def test_evaluations_are_no_part_of_a_recorded_run(tmp_path: Path) -> None:
+    group_id = "evaluation:held-out:5f3a91c0:1:0:0"
+    evaluated = [
+        msgspec.structs.replace(
+            each, group_id=group_id, trajectory_id=each.trajectory_id.replace(each.group_id, group_id, 1)
+        )
+        for each in recorded_run()
+        if isinstance(each, Sample | SampleOutcome) and each.group_id == "g5"
+    ]
+    recorded, without = replica((*recorded_run(), *evaluated), tmp_path), replica(recorded_run(), tmp_path)
+    assert recorded.left_out_groups == 1 + without.left_out_groups
+    assert (recorded.step_groups, recorded.plans, recorded.log) == (without.step_groups, without.plans, without.log)
+
+
 def test_group_that_is_not_whole_on_the_log_is_left_out(tmp_path: Path) -> None:
     recorded, dropped = RecordedRun(0.0, float("inf")), False
     for record in recorded_run():

@@ -114,7 +114,7 @@ class Session:
         self._settings, self._config, self._trust, self._set = settings, config, trust, tasks
         self._stop, self._clock = stop, clock
         self._name = f"{EVALUATOR_PREFIX}{config.model_id}-{tasks.name}"
-        self._series = Series(tasks.digest)
+        self._series = Series(tasks.digest, Metric(config.metric))
         self._newest: WeightManifest | None = None
         self._knows_newest = False
         """Whether the manifests have been read to their end once."""

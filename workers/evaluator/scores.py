@@ -4,6 +4,7 @@ Keeps true
 - avg@k and pass@k are means over prompts: a prompt counts as much as any other.
 - Where an environment does not say of every sample whether the task is solved, there is no success and no pass@k.
 - The best version has the first of the best scores: a later one replaces it only by more than `min_improvement`.
+- Scores are compared with scores of the same metric only.
 - An evaluation that is not complete, or has no score, changes neither the best version nor the count of evaluations
   without improvement.
 
@@ -77,6 +78,8 @@ class Series:
 
     set_digest: str
     """Only results with this digest are of the series."""
+    metric: Metric
+    """Results by another metric, which the run had before, say nothing of the best version."""
     versions: set[int] = field(default_factory=set)
     """Versions with a result, complete or not."""
     best_version: int = -1
@@ -85,8 +88,10 @@ class Series:
 
     def add(self, result: EvaluationResult) -> None:
         """Add a result from the log; results come in the order in which they were written."""
-        if result.set_digest == self.set_digest:
-            self.versions.add(result.version)
+        if result.set_digest != self.set_digest:
+            return
+        self.versions.add(result.version)
+        if result.metric is self.metric:
             self.best_version, self.best_score = result.best_version, result.best_score
             self.without_improvement = result.without_improvement
 
