@@ -140,6 +140,15 @@ def test_sandbox_whose_lease_is_removed_ends() -> None:
     sandbox.close()
 
 
+def test_command_has_no_file_of_its_sandbox_however_many_files_the_worker_has() -> None:
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(300)]
+    sandbox = SandboxProcess(LIMITS)
+    for file in held:
+        os.close(file)
+    assert sandbox.run([*SHELL, "ls /proc/self/fd"]).output == b"0\n1\n2\n3\n"  # 3: the folder
+    sandbox.close()
+
+
 def test_dropped_sandbox_ends() -> None:
     sandbox = SandboxProcess(LIMITS)
     sandbox.run([*SHELL, "true"])
