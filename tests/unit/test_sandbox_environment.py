@@ -234,6 +234,8 @@ def test_state_with_a_name_that_leads_elsewhere_is_refused() -> None:
     ("command", "says"),
     [
         ("touch /usr/x", "Read-only"),
+        ("chmod 666 /dev/null", "Read-only"),
+        ("echo x > /dev/null; echo $?", "0"),
         ("ls /home /root/.ssh /etc/shadow 2>&1 | grep -c 'cannot access'", "3"),
         ("unshare -Ur true", "exit status"),
         ("mount -t tmpfs x /tmp", "exit status"),
