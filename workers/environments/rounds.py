@@ -3,6 +3,8 @@
 A round lasts from one step of the trainer to the next. A short round opens more groups than a step needs. The groups
 that have not ended when the step is done are deferred: their turns are put on hold, with what was sampled. A round that
 begins with a whole window of deferred groups is long: it runs these groups, and opens no more than a step needs.
+Without tail batching (`groups_ratio` 1) a round is long while any group is deferred: workers with it may have had the
+homes before.
 
 Keeps true
 - Between the rounds the window is always filled: by deferred groups first in a long round, by prompts first in a short
@@ -56,7 +58,7 @@ class Rounds:
 
         `now`: Unix seconds; `monotonic`: seconds of a clock that only runs forward.
         """
-        if self.groups_ratio <= 1:
+        if self.groups_ratio <= 1 and not self.is_long:
             return []
         written: list[PendingTransition] = []
         step = max((home.newest_step for home in homes), default=0)
@@ -75,7 +77,8 @@ class Rounds:
         return written
 
     def _begin(self, homes: Collection[Home], monotonic: float) -> None:
-        self.is_long = self.groups_ratio > 1 and len(_deferred(homes)) >= self.window_groups
+        least = self.window_groups if self.groups_ratio > 1 else 1
+        self.is_long = len(_deferred(homes)) >= least
         self.prompts_at = monotonic
 
 
