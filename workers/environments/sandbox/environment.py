@@ -6,7 +6,7 @@ Keeps true
 - A restored sandbox has the files that were saved, by digest, and the processes, by command line; otherwise the
   restore fails. Actions that are repeated for that must leave the same files as before.
 - A sandbox that has ended (its host was out of memory, its lease was lost) is made again from its state at the next
-  turn.
+  turn. Its end is no result: a check during which it ends is repeated, and fails the trajectory the second time.
 """
 
 import asyncio
@@ -134,13 +134,13 @@ class SandboxEnvironment:
         try:
             self._set_up(sandbox)
             tree = sandbox.scan()
-        except (SandboxLost, ValueError) as error:
+        except ValueError as error:
             raise EnvironmentArgumentError(f"environment 'sandbox': its files cannot be made: {error}") from None
         base = SandboxState(seed=self._seed, arguments=arguments, lineage=self._lineage, content=content_digest(tree))
         self._checkpoints = Checkpoints(self._host, base, Chain(), tree, self.figures)
 
     def _made(self) -> SandboxProcess:
-        """A sandbox without files. The one before is closed."""
+        """A sandbox without files. The one before is closed. Raises NoSandbox and SandboxLost."""
         self._end_sandbox()
         given = self._arguments
         self.sandbox = SandboxProcess(
@@ -212,12 +212,17 @@ class SandboxEnvironment:
     def _check(self) -> bool:
         if self.sandbox is None or not self.sandbox.is_running:
             self._restore(self._state)
+        try:
+            return self._passes()
+        except SandboxLost:
+            self._restore(self._state)
+            return self._passes()
+
+    def _passes(self) -> bool:
+        """Run the check. Raises SandboxLost."""
         assert self.sandbox is not None and self._checkpoints is not None
         self._checkpoints.before_action()
-        try:
-            return self.sandbox.run([*SHELL, self._arguments.check], {"SEED": str(self._seed)}).status == 0
-        except SandboxLost:
-            return False
+        return self.sandbox.run([*SHELL, self._arguments.check], {"SEED": str(self._seed)}).status == 0
 
     def _newest(self, state: SandboxState) -> SandboxState:
         """The state with the packs that were stored after it was written, instead of the actions to repeat."""
