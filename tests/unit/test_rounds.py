@@ -182,6 +182,21 @@ def test_short_rounds_defer_the_slow_groups_and_a_long_round_runs_them() -> None
     assert kinds == [(False, 6, 0), (False, 6, 2), (True, 4, 0), (False, 6, 0), (False, 6, 2), (True, 4, 0)]
 
 
+def test_round_is_long_before_few_deferred_groups_are_too_old() -> None:
+    run = TailBatchingRun(80)
+    kinds = []
+    for _ in range(7):
+        run.cycle()
+        kinds.append((run.rounds.is_long, len(run.held) // SIZE))
+        active = sorted({name.partition(":")[0] for name in run.home.trajectories.keys() - run.held})
+        for group_id in active[: WINDOW if run.rounds.is_long else WINDOW + 1]:
+            for index in range(SIZE):
+                place = sorted(run.home.trajectories.keys() - run.held).index(trajectory_id(group_id, index))
+                run.answer(place, done=True)
+        run.train(WINDOW + 1)
+    assert kinds == [(False, 0), (False, 1), (True, 0), (False, 0), (False, 1), (True, 0), (False, 0)]
+
+
 def test_group_that_was_deferred_often_enough_runs_on() -> None:
     run = TailBatchingRun(40, max_deferrals=1)
     run.cycle()
