@@ -199,6 +199,15 @@ def test_store_keeps_what_is_held_and_deletes_the_rest(tmp_path: Path) -> None:
     assert [folder.name for folder in (tmp_path / "store").iterdir()] == [held]
 
 
+def test_store_in_a_folder_with_other_contents_deletes_none_of_them(tmp_path: Path) -> None:
+    others = [tmp_path / "checkpoints", tmp_path / f"{'a' * 32}-run"]
+    for folder in others:
+        folder.mkdir()
+        os.utime(folder, (time.time() - 200.0,) * 2)
+    assert PackStore(tmp_path, keep_seconds=100.0).sweep() == 0
+    assert all(folder.exists() for folder in others)
+
+
 def test_process_that_holds_a_sandbox_renews_its_packs(tmp_path: Path) -> None:
     configure_sandboxes(SandboxSettings(store=str(tmp_path / "store")))
     host, lineage = sandbox_host(), "e" * 32
