@@ -112,6 +112,18 @@ class TailBatchingRun:
         self.home.trajectories, self.home.newest_step = lives, step
         self.rounds.recover([self.home], self.now)
 
+    def finish(self, prompts: int) -> None:
+        """Go on until all groups are settled."""
+        for turn in range(20_000):
+            if len(self.settled) == prompts:
+                break
+            self.answer(turn, done=False)
+            self.train(WINDOW if len(self.ended) >= WINDOW or not self.prompts else 0)
+            self.cycle()
+            self.check()
+        assert sorted(self.settled) == sorted(f"g{number}" for number in range(prompts))
+        assert not self.home.trajectories and not self.home.open_groups
+
     def check(self) -> None:
         assert max(self.samples.values(), default=1) == 1
         for group_id, group in self.home.open_groups.items():
@@ -151,15 +163,7 @@ def test_every_group_ends_over_rounds_and_crashes(
             case ("crash",):
                 run.crash()
         run.check()
-    for turn in range(20_000):
-        if len(run.settled) == prompts:
-            break
-        run.answer(turn, done=False)
-        run.train(WINDOW if len(run.ended) >= WINDOW or not run.prompts else 0)
-        run.cycle()
-        run.check()
-    assert sorted(run.settled) == sorted(f"g{number}" for number in range(prompts))
-    assert not run.home.trajectories and not run.home.open_groups
+    run.finish(prompts)
 
 
 def test_short_rounds_defer_the_slow_groups_and_a_long_round_runs_them() -> None:
@@ -178,6 +182,21 @@ def test_short_rounds_defer_the_slow_groups_and_a_long_round_runs_them() -> None
     assert kinds == [(False, 6, 0), (False, 6, 2), (True, 4, 0), (False, 6, 0), (False, 6, 2), (True, 4, 0)]
 
 
+def test_round_is_long_before_few_deferred_groups_are_too_old() -> None:
+    run = TailBatchingRun(80)
+    kinds = []
+    for _ in range(7):
+        run.cycle()
+        kinds.append((run.rounds.is_long, len(run.held) // SIZE))
+        active = sorted({name.partition(":")[0] for name in run.home.trajectories.keys() - run.held})
+        for group_id in active[: WINDOW if run.rounds.is_long else WINDOW + 1]:
+            for index in range(SIZE):
+                place = sorted(run.home.trajectories.keys() - run.held).index(trajectory_id(group_id, index))
+                run.answer(place, done=True)
+        run.train(WINDOW + 1)
+    assert kinds == [(False, 0), (False, 1), (True, 0), (False, 0), (False, 1), (True, 0), (False, 0)]
+
+
 def test_group_that_was_deferred_often_enough_runs_on() -> None:
     run = TailBatchingRun(40, max_deferrals=1)
     run.cycle()
@@ -192,6 +211,20 @@ def test_group_that_was_deferred_often_enough_runs_on() -> None:
         run.cycle()
         run.check()
     assert run.home.open_groups[slow].deferrals == 1 and not run.home.open_groups[slow].deferred
+
+
+def test_deferred_groups_run_on_under_a_worker_without_tail_batching() -> None:
+    run = TailBatchingRun(20)
+    run.cycle()
+    for name in [trajectory_id(f"g{number}", index) for number in range(14, 14 + WINDOW) for index in range(SIZE)]:
+        run.answer(sorted(run.home.trajectories.keys() - run.held).index(name), done=True)
+    run.train(WINDOW)
+    run.cycle()
+    assert len(run.held) == 2 * SIZE
+    run.rounds = Rounds(window_groups=WINDOW)
+    run.crash()
+    run.finish(20)
+    assert not run.rounds.is_long
 
 
 def test_deferred_groups_run_in_a_short_round_once_no_prompt_waits() -> None:

@@ -1,8 +1,9 @@
 """The sandbox environment: what a turn changes, what a snapshot gives back, what a command cannot do."""
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,13 +12,16 @@ from hypothesis import strategies as st
 from rose.workers.environments.protocol import EnvironmentArgumentError, SnapshotError
 from rose.workers.environments.sandbox.actions import MALFORMED
 from rose.workers.environments.sandbox.environment import LOST, SandboxEnvironment
+from rose.workers.environments.sandbox.process import SandboxLost
 from rose.workers.environments.sandbox.state import MAX_ACTIONS, SandboxState, decode_state, encode_state
-from tests.support.sandbox_fixtures import act, begun, needs_sandboxes, restored, run, seen, shell, store
+from tests.support.sandbox_fixtures import act, begun, needs_sandboxes, restored, run, seen, shell, sleepers, store
 from tests.support.waiting import until
 
 pytestmark = needs_sandboxes
 
 __all__ = ["store"]
+
+T = TypeVar("T")
 
 CHANGES: dict[str, tuple[str, dict[str, str | None]]] = {
     "echo one > a": ("files", {"a": "one"}),
@@ -234,6 +238,8 @@ def test_state_with_a_name_that_leads_elsewhere_is_refused() -> None:
     ("command", "says"),
     [
         ("touch /usr/x", "Read-only"),
+        ("chmod 666 /dev/null", "Read-only"),
+        ("echo x > /dev/null; echo $?", "0"),
         ("ls /home /root/.ssh /etc/shadow 2>&1 | grep -c 'cannot access'", "3"),
         ("unshare -Ur true", "exit status"),
         ("mount -t tmpfs x /tmp", "exit status"),
@@ -275,6 +281,39 @@ def test_submission_earns_what_the_check_says(content: str, reward: float) -> No
     act(environment, f"echo {content} > answer")
     step = run(environment.step("```submit\n```"))
     assert (step.done, step.reward, step.success) == (True, reward, reward == 1.0)
+    run(environment.close())
+
+
+async def ended_during(call: Coroutine[Any, Any, T], environment: SandboxEnvironment, word: str, times: int = 1) -> T:
+    """The result of a call while the environment's sandbox is ended each time that a command sleeps `word` seconds."""
+    going = asyncio.ensure_future(call)
+    for _ in range(times):
+        await asyncio.to_thread(until, lambda: bool(sleepers(word)))
+        assert environment.sandbox is not None
+        await asyncio.to_thread(environment.sandbox.close)
+        await asyncio.to_thread(until, lambda: not sleepers(word) or going.done())
+    return await going
+
+
+def test_check_whose_sandbox_ends_is_repeated() -> None:
+    environment = begun(check="sleep 1.0507; test -e right")
+    act(environment, "touch right")
+    step = run(ended_during(environment.step("```submit\n```"), environment, "1.0507"))
+    assert (step.done, step.reward) == (True, 1.0)
+    run(environment.close())
+
+
+def test_check_whose_sandbox_ends_twice_is_no_reward_of_0() -> None:
+    environment = begun(check="sleep 1.0508; false")
+    with pytest.raises(SandboxLost):
+        run(ended_during(environment.step("```submit\n```"), environment, "1.0508", times=2))
+    run(environment.close())
+
+
+def test_sandbox_that_ends_during_setup_does_not_refuse_the_prompt() -> None:
+    environment = SandboxEnvironment()
+    with pytest.raises(SandboxLost):
+        run(ended_during(environment.reset(0, {"setup": ["sleep 5.0509"]}), environment, "5.0509"))
     run(environment.close())
 
 

@@ -1,5 +1,6 @@
 """Whatever is killed, no process and no file of a sandbox is left."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from rose.workers.environments.sandbox.process import SHELL, SandboxProcess
 from rose.workers.environments.sandbox.state import PackReference
 from rose.workers.environments.sandbox.store import PackStore
 from rose.workers.environments.sandbox.tree import digest_of
-from tests.support.sandbox_fixtures import LIMITS, needs_sandboxes, own_leases, sleepers
+from tests.support.sandbox_fixtures import LIMITS, begun, needs_sandboxes, own_leases, run, shell, sleepers
 from tests.support.waiting import has_ended, until
 
 pytestmark = [needs_sandboxes, pytest.mark.usefixtures("own_leases")]
@@ -140,6 +141,29 @@ def test_sandbox_whose_lease_is_removed_ends() -> None:
     sandbox.close()
 
 
+def test_command_has_no_file_of_its_sandbox_however_many_files_the_worker_has() -> None:
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(300)]
+    sandbox = SandboxProcess(LIMITS)
+    for file in held:
+        os.close(file)
+    assert sandbox.run([*SHELL, "ls /proc/self/fd"]).output == b"0\n1\n2\n3\n"  # 3: the folder
+    sandbox.close()
+
+
+def test_environment_that_is_closed_during_a_command_leaves_no_sandbox(word: str) -> None:
+    environment = begun()
+
+    async def given_up() -> None:
+        step = asyncio.ensure_future(environment.step(shell(f"sleep 98{word}")))
+        await asyncio.to_thread(until, lambda: bool(sleepers(f"98{word}")))
+        step.cancel()
+        await environment.close()
+
+    run(given_up())  # which waits for the thread of the command
+    assert environment.sandbox is None
+    assert not list(folder_of_leases().glob("*.lease"))
+
+
 def test_dropped_sandbox_ends() -> None:
     sandbox = SandboxProcess(LIMITS)
     sandbox.run([*SHELL, "true"])
@@ -173,6 +197,15 @@ def test_store_keeps_what_is_held_and_deletes_the_rest(tmp_path: Path) -> None:
     os.utime(tmp_path / "store" / ended, ((tmp_path / "store" / ended).stat().st_mtime - 121.0,) * 2)
     assert store.sweep() <= 1
     assert [folder.name for folder in (tmp_path / "store").iterdir()] == [held]
+
+
+def test_store_in_a_folder_with_other_contents_deletes_none_of_them(tmp_path: Path) -> None:
+    others = [tmp_path / "checkpoints", tmp_path / f"{'a' * 32}-run"]
+    for folder in others:
+        folder.mkdir()
+        os.utime(folder, (time.time() - 200.0,) * 2)
+    assert PackStore(tmp_path, keep_seconds=100.0).sweep() == 0
+    assert all(folder.exists() for folder in others)
 
 
 def test_process_that_holds_a_sandbox_renews_its_packs(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 A round lasts from one step of the trainer to the next. A short round opens more groups than a step needs. The groups
 that have not ended when the step is done are deferred: their turns are put on hold, with what was sampled. A round that
-begins with a whole window of deferred groups is long: it runs these groups, and opens no more than a step needs.
+begins with a whole window of deferred groups is long: it runs these groups, and opens no more than a step needs. Where
+fewer groups are slow, a round is long once a group has waited for as many rounds as the ratio defers a window in: its
+tokens would be too old later. Without tail batching (`groups_ratio` 1) a round is long while any group is deferred:
+workers with it may have had the homes before.
 
 Keeps true
 - Between the rounds the window is always filled: by deferred groups first in a long round, by prompts first in a short
@@ -15,6 +18,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from rose.workers.environments.config import deferred_versions
 from rose.workers.environments.home import Home, OpenGroup
 from rose.workers.environments.outbox import PendingTransition
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules
@@ -36,6 +40,8 @@ class Rounds:
     step: int = 0
     """The trainer's step that began the round."""
     is_long: bool = False
+    rounds_waited: int = 0
+    """Rounds in a row that began with deferred groups."""
     prompts_at: float = 0.0
     """Monotonic seconds at which a prompt last waited, or the round began."""
 
@@ -56,7 +62,7 @@ class Rounds:
 
         `now`: Unix seconds; `monotonic`: seconds of a clock that only runs forward.
         """
-        if self.groups_ratio <= 1:
+        if self.groups_ratio <= 1 and not self.is_long:
             return []
         written: list[PendingTransition] = []
         step = max((home.newest_step for home in homes), default=0)
@@ -75,7 +81,10 @@ class Rounds:
         return written
 
     def _begin(self, homes: Collection[Home], monotonic: float) -> None:
-        self.is_long = self.groups_ratio > 1 and len(_deferred(homes)) >= self.window_groups
+        deferred = len(_deferred(homes))
+        have_waited = deferred > 0 and self.rounds_waited >= deferred_versions(self.groups_ratio) - 1
+        self.is_long = deferred >= self.window_groups or have_waited
+        self.rounds_waited = self.rounds_waited + 1 if deferred else 0
         self.prompts_at = monotonic
 
 

@@ -6,10 +6,12 @@ Keeps true
 - A restored sandbox has the files that were saved, by digest, and the processes, by command line; otherwise the
   restore fails. Actions that are repeated for that must leave the same files as before.
 - A sandbox that has ended (its host was out of memory, its lease was lost) is made again from its state at the next
-  turn.
+  turn. Its end is no result: a check during which it ends is repeated, and fails the trajectory the second time.
+- No sandbox is made once the environment is closed, although a call that was given up may still run.
 """
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -85,6 +87,9 @@ class SandboxEnvironment:
         self._checkpoints: Checkpoints | None = None
         self._state = b""
         self._is_done = False
+        self._is_closed = False
+        self._guard = threading.Lock()
+        """Held to change `sandbox`: a call that was given up may run while the environment is closed."""
         self.figures = Figures()
         """Counts of turns and checkpoints; for people and benchmarks."""
 
@@ -134,16 +139,16 @@ class SandboxEnvironment:
         try:
             self._set_up(sandbox)
             tree = sandbox.scan()
-        except (SandboxLost, ValueError) as error:
+        except ValueError as error:
             raise EnvironmentArgumentError(f"environment 'sandbox': its files cannot be made: {error}") from None
         base = SandboxState(seed=self._seed, arguments=arguments, lineage=self._lineage, content=content_digest(tree))
         self._checkpoints = Checkpoints(self._host, base, Chain(), tree, self.figures)
 
     def _made(self) -> SandboxProcess:
-        """A sandbox without files. The one before is closed."""
+        """A sandbox without files. The one before is closed. Raises NoSandbox and SandboxLost."""
         self._end_sandbox()
         given = self._arguments
-        self.sandbox = SandboxProcess(
+        sandbox = SandboxProcess(
             SandboxLimits(
                 disk_bytes=given.disk_mib * MIB,
                 processes=given.processes,
@@ -152,8 +157,13 @@ class SandboxEnvironment:
                 command_seconds=given.command_seconds,
             )
         )
-        self._host.hold(self._lineage)
-        return self.sandbox
+        with self._guard:
+            if not self._is_closed:
+                self._host.hold(self._lineage)
+                self.sandbox = sandbox
+                return sandbox
+        sandbox.close()
+        raise SandboxLost("the environment is closed")
 
     def _set_up(self, sandbox: SandboxProcess) -> None:
         """Make the files of the task. Raises SandboxLost, ValueError or EnvironmentArgumentError."""
@@ -194,16 +204,19 @@ class SandboxEnvironment:
             return result, f"its files cannot be saved: {error}", result.processes
 
     def _close(self) -> None:
+        with self._guard:
+            self._is_closed = True
         self._end_sandbox()
         self._checkpoints = None
 
     def _end_sandbox(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.close()
-        if self.sandbox is not None:
-            self.sandbox.close()
+        with self._guard:
+            ended, self.sandbox = self.sandbox, None
+        if ended is not None:
+            ended.close()
             self._host.let_go(self._lineage, ended=self._is_done)
-            self.sandbox = None
 
     def _take_state(self, checkpoints: Checkpoints) -> bytes:
         assert self.sandbox is not None
@@ -212,12 +225,17 @@ class SandboxEnvironment:
     def _check(self) -> bool:
         if self.sandbox is None or not self.sandbox.is_running:
             self._restore(self._state)
+        try:
+            return self._passes()
+        except SandboxLost:
+            self._restore(self._state)
+            return self._passes()
+
+    def _passes(self) -> bool:
+        """Run the check. Raises SandboxLost."""
         assert self.sandbox is not None and self._checkpoints is not None
         self._checkpoints.before_action()
-        try:
-            return self.sandbox.run([*SHELL, self._arguments.check], {"SEED": str(self._seed)}).status == 0
-        except SandboxLost:
-            return False
+        return self.sandbox.run([*SHELL, self._arguments.check], {"SEED": str(self._seed)}).status == 0
 
     def _newest(self, state: SandboxState) -> SandboxState:
         """The state with the packs that were stored after it was written, instead of the actions to repeat."""

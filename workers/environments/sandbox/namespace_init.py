@@ -5,7 +5,7 @@ Run as a program by `process.py`. It imports modules of the standard library and
 Keeps true
 - This process is process 1 of its PID namespace: the kernel kills all others when it ends. It ends when the other end
   of its socket is closed, when its lease file is removed, and when nobody has renewed the lease in time.
-- No command reads or traces it.
+- No command reads or traces it, or has its files: all but those of a command are closed when a program begins.
 
 Frame: 4 bytes length of the header, 8 bytes length of the payload, the header in JSON, the payload.
 """
@@ -170,7 +170,6 @@ def _become(asked: dict[str, Any], output: int) -> NoReturn:
         nothing = os.open("/dev/null", os.O_RDONLY)
         for number, file in ((0, nothing), (1, output), (2, output)):
             os.dup2(file, number)
-        os.closerange(3, 256)
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         for name, most in asked["limits"].items():
@@ -243,6 +242,8 @@ def _answer(commands: Commands, asked: dict[str, Any], payload: bytes) -> tuple[
 
 def main(line_number: int, lease: int, lease_folder: int) -> NoReturn:
     """Make the namespaces, and fork the first process of them; remove the lease file at its end."""
+    for number in (line_number, lease, lease_folder):  # whatever their numbers, a command must not inherit them
+        os.set_inheritable(number, False)
     line = socket.socket(fileno=line_number)
     asked, _ = receive(line)
     try:

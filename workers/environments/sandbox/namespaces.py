@@ -166,7 +166,8 @@ def _system_folders(python_folder: str) -> None:
     _made("/new/dev")
     for name in ("null", "zero", "full", "random", "urandom"):
         _write(f"/new/dev/{name}", "")
-        _mount(f"/old/dev/{name}", f"/new/dev/{name}", "", _MS_BIND)
+        # Read-only, because a worker of root owns the host's device: a command could change its mode. Data is written.
+        _bind(f"/old/dev/{name}", f"/new/dev/{name}", read_only=True)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(target, f"/new/dev/{name}")
 

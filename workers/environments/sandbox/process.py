@@ -91,7 +91,7 @@ class SandboxProcess:
     """A running sandbox. Requests may come from several threads."""
 
     def __init__(self, limits: SandboxLimits) -> None:
-        """Start it. Raises NoSandbox."""
+        """Start it. Raises NoSandbox, or SandboxLost if it does not start in time."""
         self._limits = limits
         self._lock = threading.Lock()
         self.lease = Lease.take()
@@ -125,7 +125,10 @@ class SandboxProcess:
                 inodes=INODES,
                 processes=limits.processes,
             )
-        except (SandboxLost, ValueError) as error:
+        except SandboxLost:
+            self.close()
+            raise
+        except ValueError as error:
             self.close()
             raise NoSandbox(
                 f"no sandbox can be made here ({error}): allow unprivileged user namespaces for this user or container "

@@ -9,10 +9,11 @@ Keeps true
 - A file belongs to the holder that is part of its name. A holder deletes only packs that a state on the log has
   replaced, and no other holder can have referred to since; so a holder that has lost its trajectory does no harm.
 - The folder of a sandbox is deleted `keep_seconds` after its last holder has renewed it, and ENDED_SECONDS after its
-  task has ended.
+  task has ended. Nothing else in the store's folder is deleted.
 """
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -28,6 +29,9 @@ from rose.workers.environments.sandbox.tree import digest_of
 
 ENDED_SECONDS = 120.0
 """Time that the packs of an ended task are kept: its last step may be repeated, by a worker that takes it over."""
+
+LINEAGE = re.compile("[0-9a-f]{32}")
+"""Name of a sandbox's folder."""
 
 MAX_PACK_BYTES = 1 << 30
 """Largest pack that is read."""
@@ -108,6 +112,8 @@ class PackStore:
         """Delete the folders of sandboxes that have had no holder for long; returns their number."""
         deleted = 0
         for folder in self._folder.iterdir():
+            if LINEAGE.fullmatch(folder.name) is None:  # the store may be a folder with other contents
+                continue
             with suppress(OSError):
                 if time.time() - folder.stat().st_mtime > self._keep_seconds:
                     shutil.rmtree(folder)
