@@ -26,6 +26,7 @@ from rose.workers.environments.transitions import (
     advance,
     end_at_result,
     fail_trajectory,
+    fail_unrecovered,
     first_request,
     request_again,
 )
@@ -355,3 +356,12 @@ def test_group_without_sampling_settings_fails_only_its_trajectories() -> None:
     recovery.home.open_groups["g"].prompt = unsaid
     trajectories, lost, _ = recovery.finish(RULES.max_context_tokens)
     assert not trajectories and ["how it is sampled" in each.reason for each in lost] == [True]
+
+
+def test_trajectory_that_cannot_be_rebuilt_withdraws_its_turn() -> None:
+    """A turn on hold would stay in the router for ever."""
+    written = fail_unrecovered(prompt_of(), 1, "recovery: gone", RULES, 5.0, home=3, turn=2)
+    assert written.sample is not None and written.sample.record.failure == "recovery: gone"
+    assert written.stop is not None
+    stop = decode(TurnRequest, written.stop.wire)
+    assert (stop.trajectory_id, stop.home, stop.turn, stop.withdrawn) == ("g:1", 3, 2, True)

@@ -44,6 +44,8 @@ class UnrecoverableTrajectory:
     trajectory_id: str
     prompt: Prompt
     index: int
+    turn: int
+    """The turn that it had requested."""
     reason: str
 
 
@@ -156,7 +158,8 @@ class Recovery:
             try:
                 trajectories[name] = self._rebuilt(progress, group.prompt, max_context_tokens)
             except _Gap as gap:
-                broken.append(UnrecoverableTrajectory(name, group.prompt, progress.index, f"recovery: {gap}"))
+                reason = f"recovery: {gap}"
+                broken.append(UnrecoverableTrajectory(name, group.prompt, progress.index, progress.turn, reason))
         return trajectories, broken, orphaned
 
     def _rebuilt(self, progress: TrajectoryProgress, prompt: Prompt, max_context_tokens: int) -> Trajectory:

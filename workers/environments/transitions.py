@@ -154,6 +154,18 @@ def end_early(
     return replace(_without_reward(trajectory, ending, failure, rules, now), stop=stop)
 
 
+def fail_unrecovered(
+    prompt: Prompt, index: int, failure: str, rules: TrajectoryRules, now: float, *, home: int, turn: int
+) -> OutgoingRecords:
+    """End a trajectory that could not be rebuilt: a sample without tokens, and the withdrawal of its turn.
+
+    A turn on hold would stay in the router for ever.
+    """
+    own_id = trajectory_id(prompt.group_id, index)
+    lost = Trajectory(trajectory_id=own_id, index=index, prompt=prompt, home=home, state=b"", digest=b"", turn=turn)
+    return replace(fail_at_opening(prompt, index, failure, rules, now), stop=_stop(lost, rules, now, withdrawn=True))
+
+
 def put_on_hold(
     trajectory: Trajectory, rules: TrajectoryRules, now: float, written: OutgoingRecords = NOTHING
 ) -> OutgoingRecords:

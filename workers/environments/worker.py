@@ -54,8 +54,8 @@ from rose.workers.environments.transitions import (
     advance,
     end_at_result,
     end_early,
-    fail_at_opening,
     fail_trajectory,
+    fail_unrecovered,
     put_on_hold,
     request_again,
 )
@@ -239,7 +239,9 @@ class EnvironmentWorker:
         self._homes = taken.homes
         for home, lost in taken.broken:
             log.error("trajectory_broken", trajectory=lost.trajectory_id, reason=lost.reason)
-            written = fail_at_opening(lost.prompt, lost.index, lost.reason, self._rules, time.time())
+            written = fail_unrecovered(
+                lost.prompt, lost.index, lost.reason, self._rules, time.time(), home=home.partition, turn=lost.turn
+            )
             self._ready.append(PendingTransition(home, lost.trajectory_id, written, None))
         self._recall_outcomes()
         self._rounds.recover(self._homes.values(), time.monotonic())
