@@ -108,12 +108,12 @@ def actions_of(agent: str, turns: int, seed: int) -> list[str]:
 
 @dataclass
 class Played:
-    """What one play of a trajectory gave."""
+    """The result of one play of a trajectory."""
 
     observations: list[str] = field(default_factory=list)
     files: str = ""
     seconds: float = 0.0
-    """Of the turns, without the model's time."""
+    """Seconds of the turns, without the time of the model."""
     changes: list[str] = field(default_factory=list)
     log_bytes: int = 0
     stored_bytes: int = 0
@@ -307,7 +307,7 @@ def processor_seconds() -> float:
 
 
 def left_behind(store: Path, seconds: float) -> dict[str, int]:
-    """What is left of all sandboxes after the stated time."""
+    """Count what is left of all sandboxes after the stated time."""
     from tests.support.sandbox_fixtures import sandbox_processes  # its import makes a sandbox
 
     until = time.monotonic() + seconds
@@ -319,7 +319,7 @@ def left_behind(store: Path, seconds: float) -> dict[str, int]:
         }
         if not any(found.values()) or time.monotonic() > until:
             return found
-        time.sleep(1.0)
+        time.sleep(1.0)  # the kernel and the reaper report no end of a sandbox to this process
 
 
 def main() -> int:

@@ -115,7 +115,7 @@ def train(settings: BusSettings, config: TrainerConfig, ready: ProcessEvent, hel
     def look() -> None:
         figures = ("rose_trainer_held_samples", held), ("rose_trainer_early_tokens", computed)
         while any((TRAINER.get_sample_value(name) or 0) < least for name, least in figures):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # a metric reports no change, so it is polled
         ready.set()
 
     trainer = Trainer(settings, config, WeightsConfig(), Event())

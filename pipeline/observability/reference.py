@@ -91,13 +91,18 @@ All commands except `keys`, `calibrate`, `estimate`, `simulate`, `health`, `topi
 `environment check` take the options of the section [{PANEL}](#{{anchor}})."""
 
 
+def _summary(command: Any) -> str:
+    """Return the first paragraph of a command's help, in one line: a table has no room for more."""
+    return " ".join((command.help or "").partition("\n\n")[0].split())
+
+
 def cli_page() -> str:
     """Return the page of the command line."""
     root = typer.main.get_command(app)
     commands = list(_commands("rose", root))
     panels = dict.fromkeys(panel for _, panel, _ in commands)
     shared = {each.name: each for _, _, command in commands for each in command.params if _is_common(each)}
-    overview = [[f"[`{name}`](#{name.replace(' ', '-')})", command.help] for name, _, command in commands]
+    overview = [[f"[`{name}`](#{name.replace(' ', '-')})", _summary(command)] for name, _, command in commands]
     sections = [
         f"## {PANEL}\n\n{_parameters(list(shared.values()))}",
         f"## Commands\n\n{table(('command', 'what it does'), overview)}",

@@ -62,7 +62,7 @@ def test_environment_with_several_turns_shows_what_its_user_says(played: dict[st
 
 def test_restored_episode_continues_like_the_original_or_is_refused(played: dict[str, Any]) -> None:
     assert played["again"] == {"equal": True}
-    assert "SnapshotError: verifiers does not repeat the episode" in played["changed"]["error"]
+    assert "SnapshotError: verifiers does not repeat a task" in played["changed"]["error"]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def restored(state: bytes) -> SandboxEnvironment:
 
 
 def seen(environment: SandboxEnvironment, command: str = "grep -r '' . | sort") -> str:
-    """What a command prints: by default all files with their contents."""
+    """Return what a command prints: by default all files with their contents."""
     return act(environment, command)[0].observation
 
 
@@ -129,7 +129,7 @@ def sleepers(seconds: str) -> list[int]:
 
 
 def sandboxes_left(store: Path, *, keep_seconds: float = 60.0) -> list[str]:
-    """What sandboxes have left behind, in words, once a later worker's passes had their time."""
+    """Return sentences on what sandboxes have left behind, once a later worker's passes had their time."""
     deadline = time.monotonic() + LEFT_SECONDS
     while True:
         reap(folder_of_leases())

@@ -171,7 +171,7 @@ def test_time_at_which_groups_come_changes_no_bit(folder: Path, tmp_path: Path, 
 
 
 def test_tokens_of_the_first_minibatch_are_computed_as_its_groups_come(folder: Path, tmp_path: Path) -> None:
-    """Of six groups with a signal the first minibatch of two has three; the group without one is in none."""
+    """The first of two minibatches has three of six groups with a signal; the group without a signal is in none."""
     learner = learner_of(folder, tmp_path, microbatch_tokens=1, minibatches=2)
     groups = selected(NUMBERS)
     sampled = [sum(sum(sample.loss_mask) for sample in group.trained) for group in groups]

@@ -28,7 +28,7 @@ def facts(name: str, kind: str) -> SampleFacts:
 
 
 class Log:
-    """What environment workers do with prompts: every group opens once, and every trajectory ends once."""
+    """Acts on prompts as environment workers do: every group opens once, and every trajectory ends once."""
 
     def __init__(self, draw: random.Random, kinds: list[str]) -> None:
         self._draw, self._kinds = draw, kinds

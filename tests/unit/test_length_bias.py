@@ -64,7 +64,7 @@ def fact(group: str, index: int, tokens: int, surplus: bool) -> TrajectoryFact:
 
 
 def test_surplus_trajectory_has_the_tokens_of_the_turn_that_was_stopped() -> None:
-    """Of a task of one turn, the sample of a surplus trajectory has no sampled token."""
+    """The sample of a surplus trajectory of one turn has no sampled token."""
     ended = [sample(index=index, tokens=[1] * (tokens + 1), reward=1.0) for index, tokens in enumerate((10, 20))]
     surplus = sample(index=2, tokens=[1], mask=[0], reward=None, ended=Ending.SURPLUS)
     stopped = [

@@ -26,10 +26,9 @@ from rose.workers.environments.protocol import (
     FirstObservation,
     JsonValue,
     LifeCycleError,
-    SnapshotError,
     Step,
 )
-from rose.workers.environments.replayed_actions import ReplayedActions, decode_actions
+from rose.workers.environments.replayed_actions import ReplayedActions, ReplayedTask
 
 MALFORMED = "?"
 """Observation after an action that the server does not take."""
@@ -65,7 +64,7 @@ class ServerError(Exception):
         self.code = code
 
 
-class OpenEnv:
+class OpenEnv(ReplayedTask):
     """An environment on a server. Subclasses say where, and how actions and observations read."""
 
     url: ClassVar[str]
@@ -81,10 +80,15 @@ class OpenEnv:
     """Turns after which a task ends, whether or not the server ends it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._client: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._played: ReplayedActions | None = None
         self._done = False
+
+    @property
+    def origin(self) -> str:
+        """Address of the server."""
+        return self.url
 
     def encode_action(self, action: str) -> dict[str, Any] | None:
         """Return the server's action for a policy's text; None if there is none."""
@@ -149,25 +153,6 @@ class OpenEnv:
         )
         played.stepped(action, step)
         return step
-
-    async def snapshot(self) -> bytes:
-        """Seed, arguments and actions, with a digest of what was observed."""
-        if self._played is None:
-            raise LifeCycleError("snapshot() needs a running task: call reset() or restore() first")
-        return self._played.encode()
-
-    async def restore(self, state: bytes) -> None:
-        """Begin the same task in a new session, and play the same actions."""
-        before = decode_actions(state, type(self).__name__)
-        try:
-            await self.reset(before.seed, before.arguments)
-            for action in before.actions:
-                await self.step(action)
-        except (EnvironmentArgumentError, LifeCycleError) as error:
-            raise SnapshotError(f"not a snapshot of {type(self).__name__}: {error}") from None
-        if self._played is None or self._played.digest != before.digest:
-            await self.close()
-            raise SnapshotError(f"{self.url} does not repeat a task: the same seed and actions gave something else")
 
     async def close(self) -> None:
         """End the session."""

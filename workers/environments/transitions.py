@@ -18,7 +18,7 @@ from rose.schemas.limits import MAX_INFO_BYTES, MAX_REWARD
 from rose.schemas.progress import Applied, EnvSnapshot
 from rose.schemas.prompts import Prompt, trajectory_id
 from rose.schemas.samples import Ending, Sample
-from rose.schemas.turns import TurnRequest, TurnResult, context_fields
+from rose.schemas.turns import ContextFields, TurnRequest, TurnResult, context_fields
 from rose.schemas.wire import EncodedRecord, encoded
 from rose.workers.environments.trajectory import Trajectory, TrajectoryRules, digest_of
 
@@ -176,20 +176,23 @@ def put_on_hold(
 def _stop(
     trajectory: Trajectory, rules: TrajectoryRules, now: float, *, withdrawn: bool = False, hold: bool = False
 ) -> EncodedRecord[TurnRequest]:
-    request = TurnRequest(
+    request = _turn_request(trajectory, context_fields(b""), rules, now)
+    return encoded(msgspec.structs.replace(request, withdrawn=withdrawn, hold=hold))
+
+
+def _turn_request(trajectory: Trajectory, context: ContextFields, rules: TrajectoryRules, now: float) -> TurnRequest:
+    return TurnRequest(
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.prompt.group_id,
         home=trajectory.home,
         environment=trajectory.prompt.environment,
         turn=trajectory.turn,
-        **context_fields(b""),
+        **context,
         sampling=trajectory.sampling,
         requested_at=now,
         patience_seconds=rules.turn_patience_seconds,
-        withdrawn=withdrawn,
-        hold=hold,
+        pinned_version=trajectory.prompt.pinned_version,
     )
-    return encoded(request)
 
 
 def _without_reward(
@@ -213,18 +216,8 @@ def fail_at_opening(prompt: Prompt, index: int, failure: str, rules: TrajectoryR
 def _next_turn(trajectory: Trajectory, rules: TrajectoryRules, now: float, *, changed: bool) -> OutgoingRecords:
     """The request of the current turn, with a snapshot if the state has changed."""
     trajectory.begin_turn(rules.max_context_tokens)
-    request = TurnRequest(
-        trajectory_id=trajectory.trajectory_id,
-        group_id=trajectory.prompt.group_id,
-        home=trajectory.home,
-        environment=trajectory.prompt.environment,
-        turn=trajectory.turn,
-        **context_fields(trajectory.tokens, trajectory.chain, known_tokens=trajectory.requested),
-        sampling=trajectory.sampling,
-        requested_at=now,
-        patience_seconds=rules.turn_patience_seconds,
-        pinned_version=trajectory.prompt.pinned_version,
-    )
+    context = context_fields(trajectory.tokens, trajectory.chain, known_tokens=trajectory.requested)
+    request = _turn_request(trajectory, context, rules, now)
     try:
         ready = encoded(request)
     except RecordError as error:

@@ -29,10 +29,9 @@ from rose.workers.environments.protocol import (
     FirstObservation,
     JsonValue,
     LifeCycleError,
-    SnapshotError,
     Step,
 )
-from rose.workers.environments.replayed_actions import ReplayedActions, decode_actions
+from rose.workers.environments.replayed_actions import ReplayedActions, ReplayedTask
 
 MODEL = "policy"
 """Name of the model in the requests of an agent."""
@@ -73,7 +72,7 @@ class Tasks:
             return self._loaded[index]
 
 
-class Verifiers:
+class Verifiers(ReplayedTask):
     """An environment of verifiers. Subclasses name it."""
 
     env: ClassVar[Mapping[str, Any]]
@@ -95,10 +94,15 @@ class Verifiers:
             ) from None
 
     def __init__(self) -> None:
+        super().__init__()
         self._endpoint: AgentEndpoint | None = None
         self._episode: asyncio.Task[Any] | None = None
-        self._played: ReplayedActions | None = None
         self._done = False
+
+    @property
+    def origin(self) -> str:
+        """Name of the package."""
+        return "verifiers"
 
     def solved(self, reward: float) -> bool | None:
         """Whether the reward of an episode means success; None if it does not say."""
@@ -140,25 +144,6 @@ class Verifiers:
         )
         played.stepped(action, step)
         return step
-
-    async def snapshot(self) -> bytes:
-        """Seed, arguments and actions, with a digest of what was observed."""
-        if self._played is None:
-            raise LifeCycleError("snapshot() needs a running task: call reset() or restore() first")
-        return self._played.encode()
-
-    async def restore(self, state: bytes) -> None:
-        """Begin the same task in a new episode, and play the same actions."""
-        before = decode_actions(state, type(self).__name__)
-        try:
-            await self.reset(before.seed, before.arguments)
-            for action in before.actions:
-                await self.step(action)
-        except (EnvironmentArgumentError, LifeCycleError) as error:
-            raise SnapshotError(f"not a snapshot of {type(self).__name__}: {error}") from None
-        if self._played is None or self._played.digest != before.digest:
-            await self.close()
-            raise SnapshotError("verifiers does not repeat the episode: the same actions gave something else")
 
     async def close(self) -> None:
         """End the episode."""

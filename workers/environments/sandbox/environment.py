@@ -1,8 +1,8 @@
 """The sandbox environment: a policy runs shell commands and Python programs until it submits.
 
 Keeps true
-- The state of a task is its files and its running processes. Each command begins in /work, in a shell of its own: no
-  variable, working folder or interpreter is carried from one turn to the next.
+- The state of a task is its files and its running processes. Each command begins in /workspace, in a shell of its own:
+  no variable, working folder or interpreter is carried from one turn to the next.
 - A restored sandbox has the files that were saved, by digest, and the processes, by command line; otherwise the
   restore fails. Actions that are repeated for that must leave the same files as before.
 - A sandbox that has ended (its host was out of memory, its lease was lost) is made again from its state at the next
@@ -43,12 +43,12 @@ LOST = "[the command ended its sandbox: its changes are lost]"
 class SandboxArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A task, and the limits of its sandbox."""
 
-    prompt: Annotated[str, msgspec.Meta(min_length=1)] = "Solve the task in /work."
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] = "Solve the task in /workspace."
     """The first observation."""
     files: dict[str, str] = {}
-    """Text files by path below /work."""
+    """Text files by path below /workspace."""
     setup: list[str] = []
-    """Shell commands that prepare /work; the variable SEED has the prompt's seed."""
+    """Shell commands that prepare /workspace; the variable SEED has the prompt's seed."""
     check: str = ""
     """Shell command that runs once the policy submits; its exit status 0 is a reward of 1."""
     command_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=45.0)] = 20.0
@@ -71,7 +71,7 @@ def read_arguments(arguments: Mapping[str, JsonValue]) -> SandboxArguments:
         raise EnvironmentArgumentError(f"environment 'sandbox' does not take these arguments: {error}") from None
     for path in given.files:
         if path.startswith("/") or any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path:
-            raise EnvironmentArgumentError(f"environment 'sandbox': files {path!r}: give a path below /work")
+            raise EnvironmentArgumentError(f"environment 'sandbox': files {path!r}: give a path below /workspace")
     return given
 
 

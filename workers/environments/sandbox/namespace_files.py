@@ -20,7 +20,7 @@ DIGEST_BYTES = 16
 PATH_BYTES = 1024
 """Longest path that is saved."""
 
-ROOTS = {"work": "/work", "tmp": "/tmp", "shm": "/dev/shm"}
+ROOTS = {"work": "/workspace", "tmp": "/tmp", "shm": "/dev/shm"}
 """Folders that commands can write, by their names in a tree. All are in one tmpfs."""
 
 

@@ -174,7 +174,7 @@ def _become(asked: dict[str, Any], output: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         for name, most in asked["limits"].items():
             resource.setrlimit(getattr(resource, name), (most, most))
-        os.chdir("/work")
+        os.chdir("/workspace")
         drop_privileges()
         argv = asked["argv"]
         os.execve(argv[0], argv, asked["variables"])

@@ -153,7 +153,7 @@ def _system_folders(python_folder: str) -> None:
         _bind(f"/old{python_folder}", _made(f"/new{python_folder}"), read_only=True)
     _made(f"/new{OUTPUT_FOLDER}")
     _made("/new/etc")
-    _write("/new/etc/passwd", "root:x:0:0::/work:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
+    _write("/new/etc/passwd", "root:x:0:0::/workspace:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
     _write("/new/etc/group", "root:x:0:\nnogroup:x:65534:\n")
     _write("/new/etc/hosts", "127.0.0.1 localhost\n")
     for name in ("alternatives", "ld.so.cache"):

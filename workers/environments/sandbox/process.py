@@ -44,7 +44,7 @@ PROGRAM = (
 PYTHON_FOLDER = sys.base_prefix
 VARIABLES = {
     "PATH": f"{PYTHON_FOLDER}/bin:/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/work",
+    "HOME": "/workspace",
     "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
     "TZ": "UTC",
