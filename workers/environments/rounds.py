@@ -76,7 +76,7 @@ class Rounds:
             self.prompts_at = monotonic
         if self.is_long or monotonic - self.prompts_at >= PROMPTS_SECONDS:
             room = self.limit - sum(home.active_groups for home in homes)
-            for home, group in _deferred(homes)[: max(0, room)]:
+            for home, group in _deferred(homes)[:room] if room > 0 else ():
                 written += resume(home, group, rules, now)
         return written
 

@@ -432,18 +432,19 @@ class EnvironmentWorker:
         for home in self._homes.values():
             for opening in home.decide_evaluations(self._outcomes_next):
                 self._open(home, opening)
+        active, limit = self._active(), self._rounds.limit  # counted once, because open groups are many
         able = [home for home in self._homes.values() if home.waits]
         while able:
             home = able.pop(0)
-            room = self._active() < self._rounds.limit
-            decision = home.decide(has_room=room, outcomes_from=self._outcomes_next)
+            decision = home.decide(has_room=active < limit, outcomes_from=self._outcomes_next)
             if decision is None:
                 continue
             if decision.kind is DecisionKind.OPEN:
                 self._open(home, decision)
+                active += decision.kind is DecisionKind.OPEN  # a prompt that is refused here opens no group
             if home.waits:
                 able.append(home)
-        full = self._active() >= self._rounds.limit or any(home.waits for home in self._homes.values())
+        full = active >= limit or any(home.waits for home in self._homes.values())
         if full != self._paused:
             places: list[Place] = [(PROMPTS, home) for home in self._homes]
             if full:
